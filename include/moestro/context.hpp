@@ -1,0 +1,26 @@
+/// Where and how a call runs.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace moestro {
+
+enum class BackendId : std::uint8_t { kReference, kCPU, kCUDA };
+
+/// Family of CUDA kernels. kAuto takes the fastest that accepts the shape and the device; forcing one
+/// that does not is an error (kUnsupported), never a silent change. The environment variable
+/// MOESTRO_PATH=auto|portable|hopper replaces kAuto.
+enum class KernelPath : std::uint8_t { kAuto, kPortable, kHopper };
+
+struct Context {
+  BackendId backend = BackendId::kCPU;
+  KernelPath path = KernelPath::kAuto;
+  int device_index = 0;         ///< CUDA device ordinal
+  void* stream = nullptr;       ///< cudaStream_t, or null for the default stream; unused on the CPU
+  int num_threads = 0;          ///< CPU workers; 0 means all processors
+  void* workspace = nullptr;    ///< scratch, 256-byte aligned, on the backend's device
+  std::size_t workspace_bytes = 0;
+};
+
+}  // namespace moestro
