@@ -51,7 +51,8 @@ enum class DispatchBuilder : std::uint8_t {
 
 struct DispatchArgs {
   TensorView expert_ids;     ///< in  [T, K], or ragged [S]; i32|i64; an id outside [0, E) is a sentinel
-  TensorView token_offsets;  ///< in  [T+1] i32, ragged only: slots of token t are [t]..[t+1]-1
+  TensorView token_offsets;  ///< in  [T+1] i32, ragged only: slots of token t are [t]..[t+1]-1; a slot
+                             ///< past the last token's is a sentinel
   std::int64_t num_experts = 0;
   DispatchBuilder builder = DispatchBuilder::kAuto;
   Index index;  ///< out, overwritten

@@ -1,7 +1,8 @@
 /// Router: from a token's logits to its K experts and their weights.
 ///
 ///   scores   p = softmax(logits) | sigmoid(logits)
-///   choice   the K experts with the largest p (+ selection bias); ties go to the lower id
+///   choice   the K experts with the largest p (+ selection bias); ties go to the lower id. Without a
+///            bias the logits are compared instead, whose order is p's and which do not round
 ///   weights  w = p[choice] (never the biased score), divided by (their sum + epsilon) where asked,
 ///            times scale
 ///
@@ -9,7 +10,7 @@
 /// BLAS computes well: this stage starts where that ends.
 ///
 /// Numerics  f32 from logits to weights (f64 for f64 logits). A NaN logit counts as -infinity, so ids
-///           are always in range.
+///           are always in range; where all chosen scores are 0 (a row of NaN), so are the weights.
 /// Async     enqueues on ctx.stream; no allocation, no synchronisation.
 #pragma once
 
