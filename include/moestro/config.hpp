@@ -32,10 +32,14 @@ struct Activation {
   float alpha = 1.702F;  ///< kSwiGLUOAI only
 };
 
-constexpr bool is_gated(ActivationKind kind) { return kind <= ActivationKind::kSwiGLUOAI; }
+constexpr bool is_gated(ActivationKind kind) {
+  return kind <= ActivationKind::kSwiGLUOAI;
+}
 
 /// Columns of H per column of A: 2 when gated, else 1.
-constexpr std::int64_t h_width_factor(ActivationKind kind) { return is_gated(kind) ? 2 : 1; }
+constexpr std::int64_t h_width_factor(ActivationKind kind) {
+  return is_gated(kind) ? 2 : 1;
+}
 
 /// Order of w_up's 2n rows (and of b_up). H and its gradient are always [gate | up] in memory.
 enum class GateLayout : std::uint8_t {

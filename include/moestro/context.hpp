@@ -16,10 +16,10 @@ enum class KernelPath : std::uint8_t { kAuto, kPortable, kHopper };
 struct Context {
   BackendId backend = BackendId::kCPU;
   KernelPath path = KernelPath::kAuto;
-  int device_index = 0;         ///< CUDA device ordinal
-  void* stream = nullptr;       ///< cudaStream_t, or null for the default stream; unused on the CPU
-  int num_threads = 0;          ///< CPU workers; 0 means all processors
-  void* workspace = nullptr;    ///< scratch, 256-byte aligned, on the backend's device
+  int device_index = 0;       ///< CUDA device ordinal
+  void* stream = nullptr;     ///< cudaStream_t, or null for the default stream; unused on the CPU
+  int num_threads = 0;        ///< CPU workers; 0 means all processors
+  void* workspace = nullptr;  ///< scratch, 256-byte aligned, on the backend's device
   std::size_t workspace_bytes = 0;
 };
 

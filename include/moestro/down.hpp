@@ -51,13 +51,13 @@ struct DownBackwardArgs {
 Status down_backward(const DownBackwardArgs& args, const Context& ctx);
 
 struct DownWeightBackwardArgs {
-  TensorView d_y;          ///< in  [T, d]
-  TensorView a_scaled;     ///< in  [S, n]
-  TensorView row_weights;  ///< in  [S]; absent means 1 (kBefore)
-  Index index;             ///< in
-  TensorView d_w_down;        ///< out [E, d, n] optional; dtype of d_y, or f32
-  TensorView d_b_down;        ///< out [E, d] optional; dtype of d_y, or f32
-  bool accumulate = false;    ///< as in UpWeightBackwardArgs
+  TensorView d_y;           ///< in  [T, d]
+  TensorView a_scaled;      ///< in  [S, n]
+  TensorView row_weights;   ///< in  [S]; absent means 1 (kBefore)
+  Index index;              ///< in
+  TensorView d_w_down;      ///< out [E, d, n] optional; dtype of d_y, or f32
+  TensorView d_b_down;      ///< out [E, d] optional; dtype of d_y, or f32
+  bool accumulate = false;  ///< as in UpWeightBackwardArgs
 };
 Status down_weight_backward(const DownWeightBackwardArgs& args, const Context& ctx);
 

@@ -25,9 +25,9 @@ struct GradRequest {
 };
 
 struct LayerBytes {
-  std::size_t index = 0;               ///< part of saved
-  std::size_t saved = 0;               ///< index + H and A as the policy says
-  std::size_t inference_workspace = 0; ///< forward with saved == nullptr
+  std::size_t index = 0;                ///< part of saved
+  std::size_t saved = 0;                ///< index + H and A as the policy says
+  std::size_t inference_workspace = 0;  ///< forward with saved == nullptr
   std::size_t forward_workspace = 0;
   std::size_t backward_workspace = 0;
 };
@@ -49,8 +49,8 @@ struct LayerForwardArgs {
 Status layer_forward(const LayerConfig& config, const LayerForwardArgs& args, const Context& ctx);
 
 struct LayerBackwardArgs {
-  TensorView d_y;             ///< in  [T, d]
-  TensorView x;               ///< in  as in forward, likewise the next five
+  TensorView d_y;  ///< in  [T, d]
+  TensorView x;    ///< in  as in forward, likewise the next five
   TensorView token_offsets;
   TensorView weights;
   TensorView w_up;
@@ -59,12 +59,12 @@ struct LayerBackwardArgs {
   TensorView b_down;
   const void* saved = nullptr;  ///< in  what forward wrote; not changed
   std::size_t saved_bytes = 0;
-  TensorView d_x;        ///< out [T, d]    optional, as are all below
-  TensorView d_weights;  ///< out [T, K] or ragged [S]
-  TensorView d_w_up;     ///< out [E, W, d] dtype of x, or f32
-  TensorView d_w_down;   ///< out [E, d, n] dtype of x, or f32
-  TensorView d_b_up;     ///< out [E, W]
-  TensorView d_b_down;   ///< out [E, d]
+  TensorView d_x;           ///< out [T, d]    optional, as are all below
+  TensorView d_weights;     ///< out [T, K] or ragged [S]
+  TensorView d_w_up;        ///< out [E, W, d] dtype of x, or f32
+  TensorView d_w_down;      ///< out [E, d, n] dtype of x, or f32
+  TensorView d_b_up;        ///< out [E, W]
+  TensorView d_b_down;      ///< out [E, d]
   bool accumulate = false;  ///< add to d_w_up, d_w_down, d_b_up, d_b_down instead of overwriting
 };
 Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& args, const Context& ctx);

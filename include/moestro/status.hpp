@@ -43,11 +43,11 @@ class [[nodiscard]] Status {
 };
 
 /// Returns from the enclosing function when `expression` is not ok.
-#define MOESTRO_RETURN_IF_ERROR(expression)                       \
-  do {                                                            \
+#define MOESTRO_RETURN_IF_ERROR(expression)                                        \
+  do {                                                                             \
     if (::moestro::Status moestro_status_ = (expression); !moestro_status_.ok()) { \
-      return moestro_status_;                                     \
-    }                                                             \
+      return moestro_status_;                                                      \
+    }                                                                              \
   } while (false)
 
 }  // namespace moestro

@@ -55,10 +55,10 @@ struct UpWeightBackwardArgs {
   Index index;          ///< in
   GateLayout gate_layout = GateLayout::kConcatenated;
   bool gated = true;
-  TensorView d_w_up;         ///< out [E, W, d] optional; dtype of x, or f32
-  TensorView d_b_up;         ///< out [E, W] optional; dtype of x, or f32
-  bool accumulate = false;   ///< d_w_up and d_b_up are added to; else overwritten (0 for an expert
-                             ///< without rows)
+  TensorView d_w_up;        ///< out [E, W, d] optional; dtype of x, or f32
+  TensorView d_b_up;        ///< out [E, W] optional; dtype of x, or f32
+  bool accumulate = false;  ///< d_w_up and d_b_up are added to; else overwritten (0 for an expert
+                            ///< without rows)
 };
 Status up_weight_backward(const UpWeightBackwardArgs& args, const Context& ctx);
 

@@ -110,8 +110,7 @@ MOESTRO_HOST_DEVICE GatedValue<Real> gated(Real gate, Real up, [[maybe_unused]] 
     const Real s = sigmoid(alpha * g);
     const Real value = g * s;
     const Real slope = s * (Real(1) + alpha * g * (Real(1) - s));
-    return {value * u, gate <= limit ? slope * u : Real(0),
-            up >= -limit && up <= limit ? value : Real(0)};
+    return {value * u, gate <= limit ? slope * u : Real(0), up >= -limit && up <= limit ? value : Real(0)};
   } else {
     ValueSlope<Real> f{};
     if constexpr (kKind == ActivationKind::kSwiGLU) f = silu(gate);

@@ -32,8 +32,9 @@ const Backend* find_backend(BackendId id) {
 Status require_backend(BackendId id, const Backend** backend) {
   *backend = find_backend(id);
   if (*backend != nullptr) return {};
-  return Status::error(StatusCode::kUnsupported,
-                       "this build of moestro has no CUDA backend; build it with nvcc on PATH (-DMOESTRO_CUDA=ON)");
+  return Status::error(
+      StatusCode::kUnsupported,
+      "this build of moestro has no CUDA backend; build it with nvcc on PATH (-DMOESTRO_CUDA=ON)");
 }
 
 }  // namespace moestro

@@ -17,7 +17,8 @@ Text list(const std::int64_t* values, int count) {
   int used = std::snprintf(text.chars, sizeof text.chars, "[");
   const auto room = [&] { return sizeof text.chars - static_cast<std::size_t>(used); };
   for (int i = 0; i < count; ++i) {
-    used += std::snprintf(text.chars + used, room(), "%s%lld", i == 0 ? "" : ", ", static_cast<long long>(values[i]));
+    used += std::snprintf(text.chars + used, room(), "%s%lld", i == 0 ? "" : ", ",
+                          static_cast<long long>(values[i]));
   }
   std::snprintf(text.chars + used, room(), "]");
   return text;
@@ -62,8 +63,8 @@ Status check_strides(const char* function, const char* name, const TensorView& v
     }
   }
   if (sound) return {};
-  return Status::error(StatusCode::kInvalidArgument, "%s: %s has strides %s, expected 1 along %s%s", function, name,
-                       list(view.stride, view.rank).chars,
+  return Status::error(StatusCode::kInvalidArgument, "%s: %s has strides %s, expected 1 along %s%s", function,
+                       name, list(view.stride, view.rank).chars,
                        strides == Strides::kRows ? "its last axis" : "one of its last two axes",
                        access == Access::kWrite ? " and no overlap" : "");
 }
@@ -90,11 +91,12 @@ Status check_tensor(const char* function, const char* name, TensorView* view, DT
   if (!matches) {
     return Status::error(StatusCode::kInvalidArgument, "%s: %s is %s %s, expected %s %s (%s)", function, name,
                          list(view->extent, view->rank).chars, dtype_name(view->dtype),
-                         list(extents.begin(), static_cast<int>(extents.size())).chars, dtype_name(dtype), meaning);
+                         list(extents.begin(), static_cast<int>(extents.size())).chars, dtype_name(dtype),
+                         meaning);
   }
   if (view->data == nullptr && view->numel() != 0) {
-    return Status::error(StatusCode::kInvalidArgument, "%s: %s has elements, but its data pointer is null", function,
-                         name);
+    return Status::error(StatusCode::kInvalidArgument, "%s: %s has elements, but its data pointer is null",
+                         function, name);
   }
   canonicalize(view, strides);
   return check_strides(function, name, *view, strides, access);
@@ -110,8 +112,9 @@ Status check_activation(const char* function, const Activation& activation) {
   const bool clamps =
       activation.kind == ActivationKind::kSwiGLUClamp || activation.kind == ActivationKind::kSwiGLUOAI;
   if (clamps && !(activation.limit > 0.0F)) {
-    return Status::error(StatusCode::kInvalidArgument, "%s: activation limit is %g, expected a number above 0",
-                         function, static_cast<double>(activation.limit));
+    return Status::error(StatusCode::kInvalidArgument,
+                         "%s: activation limit is %g, expected a number above 0", function,
+                         static_cast<double>(activation.limit));
   }
   return {};
 }
@@ -139,8 +142,8 @@ Status check_config(const char* function, const LayerConfig& config) {
     }
   }
   if (!is_floating(config.dtype)) {
-    return Status::error(StatusCode::kInvalidArgument, "%s: dtype is %s, expected f32, f64, bf16 or f16", function,
-                         dtype_name(config.dtype));
+    return Status::error(StatusCode::kInvalidArgument, "%s: dtype is %s, expected f32, f64, bf16 or f16",
+                         function, dtype_name(config.dtype));
   }
   return check_activation(function, config.activation);
 }

@@ -65,15 +65,33 @@ bool parse_in(const Name<Enum> (&names)[kCount], const char* text, Enum* value) 
 
 }  // namespace
 
-const char* name_of(ActivationKind kind) { return name_in(kActivationNames, kind); }
-const char* name_of(GateLayout layout) { return name_in(kGateLayoutNames, layout); }
-const char* name_of(SavePolicy policy) { return name_in(kSavePolicyNames, policy); }
-const char* name_of(WeightPosition position) { return name_in(kWeightPositionNames, position); }
+const char* name_of(ActivationKind kind) {
+  return name_in(kActivationNames, kind);
+}
+const char* name_of(GateLayout layout) {
+  return name_in(kGateLayoutNames, layout);
+}
+const char* name_of(SavePolicy policy) {
+  return name_in(kSavePolicyNames, policy);
+}
+const char* name_of(WeightPosition position) {
+  return name_in(kWeightPositionNames, position);
+}
 
-bool parse_name(const char* name, ActivationKind* value) { return parse_in(kActivationNames, name, value); }
-bool parse_name(const char* name, GateLayout* value) { return parse_in(kGateLayoutNames, name, value); }
-bool parse_name(const char* name, SavePolicy* value) { return parse_in(kSavePolicyNames, name, value); }
-bool parse_name(const char* name, WeightPosition* value) { return parse_in(kWeightPositionNames, name, value); }
-bool parse_name(const char* name, DType* value) { return parse_in(kDTypeNames, name, value); }
+bool parse_name(const char* name, ActivationKind* value) {
+  return parse_in(kActivationNames, name, value);
+}
+bool parse_name(const char* name, GateLayout* value) {
+  return parse_in(kGateLayoutNames, name, value);
+}
+bool parse_name(const char* name, SavePolicy* value) {
+  return parse_in(kSavePolicyNames, name, value);
+}
+bool parse_name(const char* name, WeightPosition* value) {
+  return parse_in(kWeightPositionNames, name, value);
+}
+bool parse_name(const char* name, DType* value) {
+  return parse_in(kDTypeNames, name, value);
+}
 
 }  // namespace moestro
