@@ -100,10 +100,10 @@ BackwardPlan plan_backward(const LayerConfig& config, const GradRequest& grads) 
   const bool b_up = grads.b_up && config.has_b_up;
   const bool b_down = grads.b_down && config.has_b_down;
   BackwardPlan plan;
-  plan.d_h = grads.x || grads.w_up || (b_up && !is_before(config));
+  plan.d_h = grads.x || grads.w_up || b_up;
   plan.d_h_bias = b_up && is_before(config);
   plan.a_scaled = grads.w_down;
-  plan.down = plan.d_h || plan.d_h_bias || plan.a_scaled || grads.weights;
+  plan.down = plan.d_h || plan.a_scaled || grads.weights;
   plan.recompute_h = plan.down && !keeps_h(config);
   plan.row_weights = plan.down || (b_down && !is_before(config));
   return plan;
