@@ -1,0 +1,48 @@
+/// Hopper kernels of the expert products: TMA, mbarrier rings and wgmma, for sm_90a, bf16 and f16.
+///
+/// One function a stage, with the meaning of the stage's public header. Each enqueues on the stream given,
+/// allocates nothing, synchronises nothing, and is bitwise reproducible. `refusal` says in words why a
+/// call is not for these kernels, or returns null; calling a stage with arguments that it refuses is an
+/// error (kUnsupported). Bias gradients (d_b_up, d_b_down) are not computed here: they are column sums
+/// that the caller launches beside these.
+///
+/// What is asked for: device of compute capability 9.0; bf16 or f16 throughout (weight gradients also
+/// f32); n and d multiples of 8; base addresses and row strides multiples of 16 bytes; weights that are
+/// contiguous along their last axis (w_up along d, w_down along n).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "moestro/config.hpp"
+#include "moestro/context.hpp"
+#include "moestro/down.hpp"
+#include "moestro/status.hpp"
+#include "moestro/up.hpp"
+
+namespace moestro::cuda::hopper {
+
+/// Why no kernel of this folder can serve `config` on the device, or null. Addresses and strides of the
+/// actual tensors are looked at only by the overloads below.
+const char* refusal(const LayerConfig& config, int device_index);
+
+const char* refusal(const UpForwardArgs& args, int device_index);
+const char* refusal(const UpBackwardArgs& args, int device_index);
+const char* refusal(const UpWeightBackwardArgs& args, int device_index);
+const char* refusal(const DownForwardArgs& args, int device_index);
+const char* refusal(const DownBackwardArgs& args, int device_index);
+const char* refusal(const DownWeightBackwardArgs& args, int device_index);
+
+/// ctx.device_index names the device; of ctx.workspace only down_backward takes any.
+Status up_forward(const UpForwardArgs& args, const Context& ctx, cudaStream_t stream);
+Status up_backward(const UpBackwardArgs& args, const Context& ctx, cudaStream_t stream);
+Status up_weight_backward(const UpWeightBackwardArgs& args, const Context& ctx, cudaStream_t stream);
+Status down_forward(const DownForwardArgs& args, const Context& ctx, cudaStream_t stream);
+Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStream_t stream);
+Status down_weight_backward(const DownWeightBackwardArgs& args, const Context& ctx, cudaStream_t stream);
+
+/// Partial sums of dS: [S, ceil(n / 128)] f32.
+std::size_t down_backward_workspace_bytes(std::int64_t num_slots, std::int64_t d_ff);
+
+}  // namespace moestro::cuda::hopper
