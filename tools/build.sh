@@ -12,8 +12,7 @@ fi
 
 configure() {
   cmake --preset default -B "$BUILD" -DMOESTRO_CUDA="$cuda" -DMOESTRO_TORCH=ON \
-    -DPython_EXECUTABLE="$VENV/bin/python" \
-    -DCMAKE_PREFIX_PATH="$(cat "$VENV/.torch")/torch/share/cmake"
+    -DPython_EXECUTABLE="$VENV/bin/python"
 }
 # CMake itself notices changed CMake files; it is only asked again when what is passed here changes.
 options="cuda $cuda torch $(cat "$VENV/.torch")"
