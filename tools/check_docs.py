@@ -30,7 +30,10 @@ FOLDERS = (
 
 FORBIDDEN = (
     (re.compile(r"(?<![\w.~}$)*-])/(work|opt|root|home)/"), "a path of one machine"),
-    (re.compile(r"\b(pypi\.org|pythonhosted\.org|deb\.debian\.org|conda\.anaconda\.org|ghcr\.io)"), "a registry"),
+    (
+        re.compile(r"\b(pypi\.org|pythonhosted\.org|deb\.debian\.org|conda\.anaconda\.org|ghcr\.io)"),
+        "a registry",
+    ),
 )
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")

@@ -28,8 +28,8 @@ status=0
   sed 's/^ *\([0-9]*\) \(.*\)/\2: \1 places differ from clang-format (make format)/' | tee "$ROOT/.lint" || true
 [ ! -s "$ROOT/.lint" ] || status=1
 rm -f "$ROOT/.lint"
-"$bin/ruff" check --quiet . || status=1
-"$bin/ruff" format --check --quiet . || status=1
+"$bin/ruff" check --quiet --output-format concise . || status=1
+"$bin/ruff" format --check --output-format concise . || status=1
 for script in "${shell[@]}"; do bash -n "$script" || status=1; done
 python3 tools/check_docs.py || status=1
 if [ "$tidy" -eq 1 ]; then

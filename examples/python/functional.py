@@ -3,9 +3,8 @@
 Prints what it checks; an assertion fails when the library does something else.
 """
 
-import torch
-
 import moestro
+import torch
 
 T, d, n, E, K = 64, 32, 48, 8, 2
 

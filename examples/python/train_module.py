@@ -5,10 +5,9 @@ Prints the loss as it falls; exits with 1 when it did not fall to a fifth.
 
 import sys
 
+import moestro
 import torch
 from torch import nn
-
-import moestro
 
 
 class Network(nn.Module):
