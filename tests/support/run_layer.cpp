@@ -1,8 +1,15 @@
 #include "support/run_layer.hpp"
 
-#include "support/compare.hpp"
+#include "support/report.hpp"
 
 namespace moestro::test {
+namespace {
+
+void expect_ok(const char* function, const Status& status) {
+  if (!status.ok()) report_failure(std::string(function) + ": " + status.message());
+}
+
+}  // namespace
 
 LayerRun::LayerRun(const BackendUnderTest& backend, const LayerProblem& problem, const RunOptions& options)
     : backend_(backend), config_(problem.config), options_(options) {
@@ -99,11 +106,11 @@ Status LayerRun::backward() {
 }
 
 LayerResult LayerRun::run() {
-  MOESTRO_EXPECT_OK(forward());
+  expect_ok("forward", forward());
   if (options_.backward && !options_.inference) {
     const std::vector<unsigned char> kept = saved_->download();
-    MOESTRO_EXPECT_OK(backward());
-    EXPECT_EQ(saved_->download(), kept) << "backward changed the saved buffer";
+    expect_ok("backward", backward());
+    if (saved_->download() != kept) report_failure("backward changed the saved buffer");
   }
   for (const Tensor* input : {&x_, &ids_, &offsets_, &weights_, &w_up_, &w_down_, &b_up_, &b_down_, &d_y_}) {
     input->expect_unchanged();
@@ -146,7 +153,8 @@ void expect_near_truth(const LayerResult& actual, const LayerProblem& problem, D
   const auto check = [&](const char* name, Array LayerResult::*member, DType as) {
     const Array& array = actual.*member;
     if (!array.present()) return;
-    EXPECT_TRUE(near_truth(name, array, truth.*member, plain.*member, as, tolerance));
+    const Comparison comparison = compare(array, truth.*member, plain.*member, as, tolerance);
+    if (!comparison.passed()) report_failure(describe_failure(name, comparison, array, truth.*member));
   };
   check("y", &LayerResult::y, dtype);
   check("d_x", &LayerResult::d_x, dtype);

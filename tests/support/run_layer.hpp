@@ -4,7 +4,7 @@
 #include <optional>
 
 #include "moestro/layer.hpp"
-#include "support/compare.hpp"
+#include "support/errors.hpp"
 #include "support/plain_layer.hpp"
 #include "support/problem.hpp"
 #include "support/tensor.hpp"

@@ -1,9 +1,9 @@
 #include "support/tensor.hpp"
 
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <cstring>
+
+#include "support/report.hpp"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -69,9 +69,8 @@ std::vector<unsigned char> GuardedBuffer::download() const {
   const auto intact = [](unsigned char byte) { return byte == kGuard; };
   const auto begin = image.begin() + static_cast<std::ptrdiff_t>(offset_);
   const auto end = begin + static_cast<std::ptrdiff_t>(bytes_);
-  if (!std::all_of(image.begin(), begin, intact))
-    ADD_FAILURE() << name_ << ": written in front of its memory";
-  if (!std::all_of(end, image.end(), intact)) ADD_FAILURE() << name_ << ": written behind its memory";
+  if (!std::all_of(image.begin(), begin, intact)) report_failure(name_ + ": written in front of its memory");
+  if (!std::all_of(end, image.end(), intact)) report_failure(name_ + ": written behind its memory");
   return {begin, end};
 }
 
@@ -182,7 +181,7 @@ Array Tensor::read() const {
     if (owned[e]) continue;
     for (std::size_t b = 0; b < element_bytes; ++b) {
       if (content[e * element_bytes + b] == 0xff) continue;
-      ADD_FAILURE() << name_ << ": written in the gap between its rows, at element offset " << e;
+      report_failure(name_ + ": written in the gap between its rows, at element offset " + std::to_string(e));
       return array;
     }
   }
@@ -200,7 +199,7 @@ std::vector<std::int64_t> Tensor::read_integers() const {
 }
 
 void Tensor::expect_unchanged() const {
-  if (present() && buffer_->download() != uploaded_) ADD_FAILURE() << name_ << ": an input was changed";
+  if (present() && buffer_->download() != uploaded_) report_failure(name_ + ": an input was changed");
 }
 
 IndexBuffers::IndexBuffers(Device& device, std::int64_t num_slots, std::int64_t num_experts) {
