@@ -1,0 +1,74 @@
+/// What the suites that run on every backend share.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "support/compare.hpp"
+#include "support/device.hpp"
+#include "support/problem.hpp"
+#include "support/random.hpp"
+#include "support/run_layer.hpp"
+
+namespace moestro::test {
+
+constexpr ActivationKind kAllActivations[] = {ActivationKind::kSwiGLU,      ActivationKind::kGeGLU,
+                                              ActivationKind::kGeGLUTanh,   ActivationKind::kReGLU,
+                                              ActivationKind::kSwiGLUClamp, ActivationKind::kSwiGLUOAI,
+                                              ActivationKind::kReLU,        ActivationKind::kReLU2,
+                                              ActivationKind::kGELU,        ActivationKind::kSiLU};
+constexpr SavePolicy kAllPolicies[] = {SavePolicy::kPreactivation, SavePolicy::kAll, SavePolicy::kNone};
+constexpr GateLayout kAllGateLayouts[] = {GateLayout::kConcatenated, GateLayout::kInterleaved};
+constexpr WeightPosition kAllWeightPositions[] = {WeightPosition::kAfter, WeightPosition::kBefore};
+
+class BackendSuite : public testing::TestWithParam<BackendUnderTest> {
+ protected:
+  const BackendUnderTest& backend() const { return GetParam(); }
+  Device& device() const { return *GetParam().device; }
+  bool is_reference() const { return backend().id == BackendId::kReference; }
+
+  /// Double precision is for gradient checks, which run on the host.
+  std::vector<DType> dtypes() const {
+    if (backend().id == BackendId::kCUDA) return {DType::kF32, DType::kBF16, DType::kF16};
+    return {DType::kF32, DType::kF64, DType::kBF16, DType::kF16};
+  }
+
+  /// Runs the layer and compares each output with the truth.
+  void check_layer(const LayerProblem& problem, const RunOptions& options = {},
+                   const Tolerance& tolerance = {}) {
+    SCOPED_TRACE(describe(problem.config));
+    const LayerResult result = run_layer(backend(), problem, options);
+    if (HasFailure()) return;
+    expect_near_truth(result, problem, options.grad_dtype.value_or(problem.config.dtype), tolerance);
+  }
+};
+
+/// T, d, n, E, K of a problem; K = 0 makes it ragged with 3 slots a token on average.
+struct Shape {
+  std::int64_t num_tokens, d_model, d_ff, num_experts, top_k;
+};
+
+/// Has the slope a jump? Then a rounding of H near it moves gradients by more than any rounding does, in
+/// the yardstick as in the backend but not at the same places: such kinds are tested on a grid of values
+/// that keeps H off the jump.
+constexpr bool has_kink(ActivationKind kind) {
+  return kind == ActivationKind::kReGLU || kind == ActivationKind::kReLU ||
+         kind == ActivationKind::kSwiGLUClamp || kind == ActivationKind::kSwiGLUOAI;
+}
+/// A clamp's limit that H meets often, between two points of that grid.
+constexpr float kGridLimit = 1.50390625F;
+
+inline LayerProblem random_problem(std::uint64_t seed, const Shape& shape, LayerConfig config = {},
+                                   const RoutingOptions& routing = {}) {
+  Rng rng(seed);
+  config.d_model = shape.d_model;
+  config.d_ff = shape.d_ff;
+  Routing drawn = shape.top_k == 0
+                      ? make_ragged_routing(rng, shape.num_tokens, shape.num_experts, 3, routing)
+                      : make_routing(rng, shape.num_tokens, shape.num_experts, shape.top_k, routing);
+  return make_problem(rng, config, std::move(drawn),
+                      has_kink(config.activation.kind) ? Values::kGrid : Values::kNormal);
+}
+
+}  // namespace moestro::test
