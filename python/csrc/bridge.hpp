@@ -1,0 +1,169 @@
+/// From torch's tensors to moestro's views, from the current device and stream to a Context, and from a
+/// Status to an exception. Generic over the device: the same code compiles against any torch build.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+#include <string_view>
+
+#include "moestro/config.hpp"
+#include "moestro/context.hpp"
+#include "moestro/status.hpp"
+#include "moestro/tensor.hpp"
+
+namespace moestro::bridge {
+
+/// ValueError, NotImplementedError or RuntimeError in Python.
+inline void check(const Status& status) {
+  switch (status.code()) {
+    case StatusCode::kOk: return;
+    case StatusCode::kInvalidArgument: TORCH_CHECK_VALUE(false, status.message());
+    case StatusCode::kUnsupported: TORCH_CHECK_NOT_IMPLEMENTED(false, status.message());
+    case StatusCode::kDeviceError: break;
+  }
+  TORCH_CHECK(false, status.message());
+}
+
+inline std::optional<DType> dtype_from(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat: return DType::kF32;
+    case at::kDouble: return DType::kF64;
+    case at::kBFloat16: return DType::kBF16;
+    case at::kHalf: return DType::kF16;
+    case at::kInt: return DType::kI32;
+    case at::kLong: return DType::kI64;
+    default: return std::nullopt;
+  }
+}
+
+inline at::ScalarType scalar_type_from(DType type) {
+  switch (type) {
+    case DType::kF32: return at::kFloat;
+    case DType::kF64: return at::kDouble;
+    case DType::kBF16: return at::kBFloat16;
+    case DType::kF16: return at::kHalf;
+    case DType::kI32: return at::kInt;
+    case DType::kI64: break;
+  }
+  return at::kLong;
+}
+
+/// The tensor's memory as a view. An axis of one element takes unit stride: torch leaves it arbitrary.
+inline TensorView view(const at::Tensor& tensor, const char* op, const char* name) {
+  const std::optional<DType> dtype = dtype_from(tensor.scalar_type());
+  TORCH_CHECK_VALUE(dtype, op, ": ", name, " is ", tensor.scalar_type(),
+                    ", expected float32, float64, bfloat16, float16, int32 or int64");
+  TORCH_CHECK_VALUE(tensor.dim() >= 1 && tensor.dim() <= kMaxRank, op, ": ", name, " has ", tensor.dim(),
+                    " axes, expected 1 to ", kMaxRank);
+  TensorView result;
+  result.data = tensor.data_ptr();
+  result.dtype = *dtype;
+  result.rank = static_cast<int>(tensor.dim());
+  for (int i = 0; i < result.rank; ++i) {
+    result.extent[i] = tensor.size(i);
+    result.stride[i] = tensor.size(i) == 1 ? 1 : tensor.stride(i);
+  }
+  return result;
+}
+
+inline TensorView view(const std::optional<at::Tensor>& tensor, const char* op, const char* name) {
+  return tensor && tensor->defined() ? view(*tensor, op, name) : TensorView{};
+}
+
+inline void check_device(const at::Tensor& tensor, const at::Tensor& x, const char* op, const char* name,
+                         const char* x_name = "x") {
+  TORCH_CHECK_VALUE(tensor.device() == x.device(), op, ": ", name, " is on ", tensor.device(), ", expected ",
+                    x.device(), " (the device of ", x_name, ")");
+}
+
+inline void check_rank(const at::Tensor& tensor, std::int64_t rank, const char* op, const char* name,
+                       const char* shape) {
+  TORCH_CHECK_VALUE(tensor.dim() == rank, op, ": ", name, " has shape ", tensor.sizes(), ", expected ", shape);
+}
+
+/// i32 and i64 as they are, other integers as i32; contiguous.
+inline at::Tensor integer_tensor(const at::Tensor& tensor, const char* op, const char* name) {
+  const at::ScalarType type = tensor.scalar_type();
+  TORCH_CHECK_VALUE(at::isIntegralType(type, /*includeBool=*/false), op, ": ", name, " is ", type,
+                    ", expected an integer type");
+  const at::Tensor converted = type == at::kInt || type == at::kLong ? tensor : tensor.to(at::kInt);
+  return converted.contiguous();
+}
+
+inline bool has_unit_inner_stride(const at::Tensor& tensor) {
+  return tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
+}
+
+/// The tensor itself, or a copy where neighbours of the last axis are not neighbours in memory (a
+/// gradient that was expanded from a scalar, say). Rows may have any stride.
+inline at::Tensor with_unit_inner_stride(const at::Tensor& tensor) {
+  return has_unit_inner_stride(tensor) ? tensor : tensor.contiguous();
+}
+
+template <typename Enum>
+Enum parse(std::string_view text, const char* op, const char* argument) {
+  char name[32] = {};
+  Enum value{};
+  const bool fits = text.size() < sizeof name;
+  if (fits) std::memcpy(name, text.data(), text.size());
+  TORCH_CHECK_VALUE(fits && parse_name(name, &value), op, ": ", argument, " is '", text,
+                    "', which is none of the names that moestro knows");
+  return value;
+}
+
+/// CPU tensors run on the CPU backend, or on the f64 reference where MOESTRO_BACKEND=reference asks.
+inline BackendId host_backend() {
+  static const BackendId id = [] {
+    const char* name = std::getenv("MOESTRO_BACKEND");
+    return name != nullptr && std::strcmp(name, "reference") == 0 ? BackendId::kReference : BackendId::kCPU;
+  }();
+  return id;
+}
+
+inline Context context_for(at::Device device) {
+  Context context;
+  if (device.is_cpu()) {
+    context.backend = host_backend();
+    context.num_threads = at::get_num_threads();
+  } else {
+    context.backend = BackendId::kCUDA;
+    context.device_index = device.index();
+    context.stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+  }
+  return context;
+}
+
+/// `bytes` bytes of the current stream's caching allocator (on the CPU, of torch's allocator).
+inline at::Tensor allocate_bytes(std::size_t bytes, at::Device device) {
+  return at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device));
+}
+
+constexpr std::size_t kAlignment = 256;
+
+/// Scratch for one call. The memory may be reused as soon as this goes out of scope: later work of
+/// the same stream runs after the call's.
+class Workspace {
+ public:
+  Workspace(std::size_t bytes, at::Device device, Context& context) {
+    if (bytes == 0) return;
+    // torch's CPU allocator aligns to 64 bytes only.
+    const std::size_t slack = device.is_cpu() ? kAlignment : 0;
+    storage_ = allocate_bytes(bytes + slack, device);
+    const auto address = reinterpret_cast<std::uintptr_t>(storage_.data_ptr());
+    context.workspace = reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
+    context.workspace_bytes = bytes;
+  }
+
+ private:
+  at::Tensor storage_;
+};
+
+}  // namespace moestro::bridge

@@ -1,0 +1,278 @@
+// Router, dispatch and what the library says about itself, as torch operators.
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <string>
+
+#include "bridge.hpp"
+#include "moestro/backend.hpp"
+#include "moestro/dispatch.hpp"
+#include "moestro/router.hpp"
+
+namespace moestro::bridge {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+RouterConfig router_config(const char* op, std::string_view score, bool renormalize, double epsilon,
+                           double scale) {
+  RouterConfig config;
+  TORCH_CHECK_VALUE(score == "softmax" || score == "sigmoid", op, ": score is '", score,
+                    "', expected 'softmax' or 'sigmoid'");
+  config.score = score == "softmax" ? RouterScore::kSoftmax : RouterScore::kSigmoid;
+  config.renormalize = renormalize;
+  config.epsilon = static_cast<float>(epsilon);
+  config.scale = static_cast<float>(scale);
+  return config;
+}
+
+std::tuple<Tensor, Tensor> route(const Tensor& logits, std::int64_t k, const OptionalTensor& selection_bias,
+                                 std::string_view score, bool renormalize, double epsilon, double scale) {
+  const char* op = "route";
+  check_rank(logits, 2, op, "logits", "[T, E]");
+  TORCH_CHECK_VALUE(k >= 1 && k <= logits.size(1), op, ": k is ", k, ", expected 1 to ", logits.size(1),
+                    " (the number of experts)");
+  if (selection_bias) check_device(*selection_bias, logits, op, "selection_bias", "logits");
+  const c10::OptionalDeviceGuard guard(logits.device());
+  const Tensor rows = with_unit_inner_stride(logits);
+  const bool is_double = logits.scalar_type() == at::kDouble;
+  const Tensor expert_ids = at::empty({logits.size(0), k}, logits.options().dtype(at::kInt));
+  const Tensor weights = at::empty({logits.size(0), k}, logits.options().dtype(is_double ? at::kDouble : at::kFloat));
+  RouterForwardArgs args;
+  args.logits = view(rows, op, "logits");
+  args.selection_bias = view(selection_bias, op, "selection_bias");
+  args.config = router_config(op, score, renormalize, epsilon, scale);
+  args.expert_ids = view(expert_ids, op, "expert_ids");
+  args.weights = view(weights, op, "weights");
+  check(router_forward(args, context_for(logits.device())));
+  return {expert_ids, weights};
+}
+
+Tensor route_backward(const Tensor& d_weights, const Tensor& logits, const Tensor& expert_ids,
+                      std::string_view score, bool renormalize, double epsilon, double scale) {
+  const char* op = "route_backward";
+  check_device(d_weights, logits, op, "d_weights", "logits");
+  check_device(expert_ids, logits, op, "expert_ids", "logits");
+  const c10::OptionalDeviceGuard guard(logits.device());
+  const Tensor rows = with_unit_inner_stride(logits);
+  const Tensor d_weights_rows = d_weights.contiguous();
+  const Tensor ids = expert_ids.contiguous();
+  const Tensor d_logits = at::empty(logits.sizes(), logits.options());
+  RouterBackwardArgs args;
+  args.logits = view(rows, op, "logits");
+  args.expert_ids = view(ids, op, "expert_ids");
+  args.d_weights = view(d_weights_rows, op, "d_weights");
+  args.config = router_config(op, score, renormalize, epsilon, scale);
+  args.d_logits = view(d_logits, op, "d_logits");
+  check(router_backward(args, context_for(logits.device())));
+  return d_logits;
+}
+
+const auto& route_operator() {
+  static const auto handle =
+      c10::Dispatcher::singleton().findSchemaOrThrow("moestro::route", "").typed<decltype(route)>();
+  return handle;
+}
+const auto& route_backward_operator() {
+  static const auto handle = c10::Dispatcher::singleton()
+                                 .findSchemaOrThrow("moestro::route_backward", "")
+                                 .typed<decltype(route_backward)>();
+  return handle;
+}
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+class RouteFunction : public torch::autograd::Function<RouteFunction> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const Tensor& logits, std::int64_t k,
+                               const OptionalTensor& selection_bias, std::string_view score, bool renormalize,
+                               double epsilon, double scale) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    auto [expert_ids, weights] =
+        route_operator().call(logits, k, selection_bias, score, renormalize, epsilon, scale);
+    ctx->save_for_backward({logits, expert_ids});
+    ctx->mark_non_differentiable({expert_ids});
+    ctx->saved_data["score"] = std::string(score);
+    ctx->saved_data["renormalize"] = renormalize;
+    ctx->saved_data["epsilon"] = epsilon;
+    ctx->saved_data["scale"] = scale;
+    return {expert_ids, weights};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list d_outputs) {
+    const variable_list saved = ctx->get_saved_variables();
+    variable_list result(7);
+    result[0] = route_backward_operator().call(
+        d_outputs[1], saved[0], saved[1], ctx->saved_data["score"].toStringView(),
+        ctx->saved_data["renormalize"].toBool(), ctx->saved_data["epsilon"].toDouble(),
+        ctx->saved_data["scale"].toDouble());
+    return result;
+  }
+};
+
+std::tuple<Tensor, Tensor> route_autograd(const Tensor& logits, std::int64_t k,
+                                          const OptionalTensor& selection_bias, std::string_view score,
+                                          bool renormalize, double epsilon, double scale) {
+  if (c10::GradMode::is_enabled() && logits.requires_grad()) {
+    variable_list outputs =
+        RouteFunction::apply(logits, k, selection_bias, score, renormalize, epsilon, scale);
+    return {std::move(outputs[0]), std::move(outputs[1])};
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return route_operator().call(logits, k, selection_bias, score, renormalize, epsilon, scale);
+}
+
+/// As for the experts: the first-order gradient comes out, going back through it is an error.
+class RouteBackwardFunction : public torch::autograd::Function<RouteBackwardFunction> {
+ public:
+  static Tensor forward(AutogradContext* /*ctx*/, const Tensor& d_weights, const Tensor& logits,
+                        const Tensor& expert_ids, std::string_view score, bool renormalize, double epsilon,
+                        double scale) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return route_backward_operator().call(d_weights, logits, expert_ids, score, renormalize, epsilon, scale);
+  }
+  static variable_list backward(AutogradContext* /*ctx*/, const variable_list& /*d_outputs*/) {
+    TORCH_CHECK_NOT_IMPLEMENTED(false,
+                                "moestro.route has no second derivative: its gradients cannot be "
+                                "differentiated again (create_graph=True)");
+  }
+};
+
+Tensor route_backward_autograd(const Tensor& d_weights, const Tensor& logits, const Tensor& expert_ids,
+                               std::string_view score, bool renormalize, double epsilon, double scale) {
+  if (c10::GradMode::is_enabled()) {
+    return RouteBackwardFunction::apply(d_weights, logits, expert_ids, score, renormalize, epsilon, scale);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return route_backward_operator().call(d_weights, logits, expert_ids, score, renormalize, epsilon, scale);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch(const Tensor& expert_ids, std::int64_t num_experts,
+                                                    const OptionalTensor& token_offsets,
+                                                    std::string_view builder) {
+  const char* op = "dispatch";
+  TORCH_CHECK_VALUE(num_experts >= 1, op, ": num_experts is ", num_experts, ", expected at least 1");
+  if (token_offsets) {
+    check_rank(expert_ids, 1, op, "expert_ids", "[S] (with token_offsets)");
+    check_rank(*token_offsets, 1, op, "token_offsets", "[T+1]");
+    check_device(*token_offsets, expert_ids, op, "token_offsets", "expert_ids");
+  } else {
+    check_rank(expert_ids, 2, op, "expert_ids", "[T, K]");
+  }
+  const c10::OptionalDeviceGuard guard(expert_ids.device());
+  const Tensor ids = integer_tensor(expert_ids, op, "expert_ids");
+  const OptionalTensor offsets =
+      token_offsets ? OptionalTensor(integer_tensor(*token_offsets, op, "token_offsets").to(at::kInt))
+                    : std::nullopt;
+  const std::int64_t num_slots = ids.numel();
+  const std::int64_t num_tokens = token_offsets ? token_offsets->size(0) - 1 : ids.size(0);
+  const auto options = ids.options().dtype(at::kInt);
+
+  DispatchArgs args;
+  args.expert_ids = view(ids, op, "expert_ids");
+  args.token_offsets = view(offsets, op, "token_offsets");
+  args.num_experts = num_experts;
+  if (builder == "dense_map") {
+    args.builder = DispatchBuilder::kDenseMap;
+  } else if (builder == "histogram") {
+    args.builder = DispatchBuilder::kHistogram;
+  } else {
+    TORCH_CHECK_VALUE(builder == "auto", op, ": builder is '", builder,
+                      "', expected 'auto', 'dense_map' or 'histogram'");
+  }
+  // The tile table and the expert order are of use to the kernels only: they live in scratch.
+  const Tensor scratch = allocate_bytes(index_bytes(num_slots, num_experts) + kAlignment, ids.device());
+  const auto address = reinterpret_cast<std::uintptr_t>(scratch.data_ptr());
+  args.index = carve_index(reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment),
+                           num_slots, num_experts);
+  const Tensor expert_token_indices = at::empty({num_slots}, options);
+  const Tensor expert_token_offsets = at::empty({num_experts + 1}, options);
+  const Tensor token_expert_indices = at::empty({num_slots}, options);
+  const Tensor token_index_map = at::empty(ids.sizes(), options);
+  args.index.expert_token_indices = expert_token_indices.data_ptr<std::int32_t>();
+  args.index.expert_token_offsets = expert_token_offsets.data_ptr<std::int32_t>();
+  args.index.token_expert_indices = token_expert_indices.data_ptr<std::int32_t>();
+  args.index.token_index_map = token_index_map.data_ptr<std::int32_t>();
+
+  Context context = context_for(ids.device());
+  const Workspace workspace(dispatch_workspace_bytes(num_tokens, num_slots, num_experts, context), ids.device(),
+                            context);
+  check(dispatch_forward(args, context));
+  return {expert_token_indices, expert_token_offsets, token_expert_indices, token_index_map};
+}
+
+/// Which kernels a shape takes on a device, and why; one line.
+std::string describe_path(std::int64_t num_tokens, std::int64_t d_model, std::int64_t d_ff,
+                          std::int64_t num_experts, std::int64_t top_k, at::ScalarType dtype, at::Device device,
+                          std::string_view activation) {
+  const char* op = "describe_path";
+  LayerConfig config;
+  config.num_tokens = num_tokens;
+  config.d_model = d_model;
+  config.d_ff = d_ff;
+  config.num_experts = num_experts;
+  config.top_k = top_k;
+  const std::optional<DType> type = dtype_from(dtype);
+  TORCH_CHECK_VALUE(type && at::isFloatingType(dtype), op, ": dtype is ", dtype,
+                    ", expected float32, float64, bfloat16 or float16");
+  config.dtype = *type;
+  config.activation.kind = parse<ActivationKind>(activation, op, "activation");
+  const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::optional<at::Device>() : device);
+  const Context context = context_for(device);
+  const Backend* backend = nullptr;
+  check(require_backend(context.backend, &backend));
+  char text[512] = {};
+  backend->describe_path(config, context, text, sizeof text);
+  return text;
+}
+
+/// Names of the backends in this build, separated by commas.
+std::string backends() {
+  std::string names;
+  for (const BackendId id : {BackendId::kReference, BackendId::kCPU, BackendId::kCUDA}) {
+    const Backend* backend = find_backend(id);
+    if (backend == nullptr) continue;
+    if (!names.empty()) names += ',';
+    names += backend->name;
+  }
+  return names;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(moestro, library) {
+  library.def(
+      "route(Tensor logits, int k, Tensor? selection_bias=None, *, str score='softmax', "
+      "bool renormalize=False, float epsilon=0.0, float scale=1.0) -> (Tensor, Tensor)");
+  library.def(
+      "route_backward(Tensor d_weights, Tensor logits, Tensor expert_ids, *, str score='softmax', "
+      "bool renormalize=False, float epsilon=0.0, float scale=1.0) -> Tensor");
+  library.def(
+      "dispatch(Tensor expert_ids, int num_experts, *, Tensor? token_offsets=None, str builder='auto') -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
+  library.def(
+      "describe_path(int num_tokens, int d_model, int d_ff, int num_experts, int top_k, ScalarType dtype, "
+      "Device device, *, str activation='swiglu') -> str",
+      &describe_path);
+  library.def("backends() -> str", &backends);
+}
+
+TORCH_LIBRARY_IMPL(moestro, CPU, library) {
+  library.impl("route", &route);
+  library.impl("route_backward", &route_backward);
+  library.impl("dispatch", &dispatch);
+}
+TORCH_LIBRARY_IMPL(moestro, CUDA, library) {
+  library.impl("route", &route);
+  library.impl("route_backward", &route_backward);
+  library.impl("dispatch", &dispatch);
+}
+TORCH_LIBRARY_IMPL(moestro, Autograd, library) {
+  library.impl("route", &route_autograd);
+  library.impl("route_backward", &route_backward_autograd);
+}
+
+}  // namespace moestro::bridge
