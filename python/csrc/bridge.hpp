@@ -5,6 +5,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -30,6 +31,13 @@ inline void check(const Status& status) {
     case StatusCode::kDeviceError: break;
   }
   TORCH_CHECK(false, status.message());
+}
+
+/// Backward of a backward operator: first-order gradients come out, going back through them does not.
+[[noreturn]] inline void no_second_derivative(const char* op) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "moestro.", op,
+                              " has no second derivative: its gradients cannot be differentiated again "
+                              "(create_graph=True)");
 }
 
 inline std::optional<DType> dtype_from(at::ScalarType type) {
@@ -86,7 +94,8 @@ inline void check_device(const at::Tensor& tensor, const at::Tensor& x, const ch
 
 inline void check_rank(const at::Tensor& tensor, std::int64_t rank, const char* op, const char* name,
                        const char* shape) {
-  TORCH_CHECK_VALUE(tensor.dim() == rank, op, ": ", name, " has shape ", tensor.sizes(), ", expected ", shape);
+  TORCH_CHECK_VALUE(tensor.dim() == rank, op, ": ", name, " has shape ", tensor.sizes(), ", expected ",
+                    shape);
 }
 
 /// i32 and i64 as they are, other integers as i32; contiguous.
@@ -141,25 +150,34 @@ inline Context context_for(at::Device device) {
   return context;
 }
 
-/// `bytes` bytes of the current stream's caching allocator (on the CPU, of torch's allocator).
-inline at::Tensor allocate_bytes(std::size_t bytes, at::Device device) {
-  return at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device));
-}
-
 constexpr std::size_t kAlignment = 256;
 
-/// Scratch for one call. The memory may be reused as soon as this goes out of scope: later work of
-/// the same stream runs after the call's.
+inline bool is_aligned(const at::Tensor& bytes) {
+  return reinterpret_cast<std::uintptr_t>(bytes.data_ptr()) % kAlignment == 0;
+}
+
+/// A byte tensor of torch's caching allocator, on the current stream, aligned as the core asks.
+inline at::Tensor allocate_bytes(std::size_t bytes, at::Device device) {
+  const auto size = static_cast<std::int64_t>(bytes);
+  const at::TensorOptions options = at::TensorOptions().dtype(at::kByte).device(device);
+  if (!device.is_cpu()) return at::empty({size}, options);
+  // torch's CPU allocator aligns to 64 bytes only.
+  const at::Tensor storage = at::empty({size + static_cast<std::int64_t>(kAlignment)}, options);
+  const auto address = reinterpret_cast<std::uintptr_t>(storage.data_ptr());
+  void* aligned = reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
+  return at::from_blob(
+      aligned, {size}, [storage](void*) {}, options);
+}
+
+/// Scratch for one call. Its memory may be reused as soon as this goes out of scope: what is enqueued
+/// later on the same stream runs later.
 class Workspace {
  public:
-  Workspace(std::size_t bytes, at::Device device, Context& context) {
+  Workspace(std::size_t bytes, at::Device device, Context* context) {
     if (bytes == 0) return;
-    // torch's CPU allocator aligns to 64 bytes only.
-    const std::size_t slack = device.is_cpu() ? kAlignment : 0;
-    storage_ = allocate_bytes(bytes + slack, device);
-    const auto address = reinterpret_cast<std::uintptr_t>(storage_.data_ptr());
-    context.workspace = reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
-    context.workspace_bytes = bytes;
+    storage_ = allocate_bytes(bytes, device);
+    context->workspace = storage_.data_ptr();
+    context->workspace_bytes = bytes;
   }
 
  private:

@@ -7,8 +7,6 @@
 // Autograd keeps the arguments as they were given and one byte buffer. Its size depends on shapes
 // only, never on the routing, so that a recomputation under checkpointing saves the same tensors.
 #include <ATen/autocast_mode.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -107,6 +105,8 @@ std::pair<Tensor, Tensor> run_forward(const char* op, bool needs_backward, const
     check_rank(expert_ids, 1, op, "expert_ids", "[S] (with token_offsets)");
   } else {
     check_rank(expert_ids, 2, op, "expert_ids", "[T, K]");
+    TORCH_CHECK_VALUE(expert_ids.size(1) >= 1, op, ": expert_ids has shape ", expert_ids.sizes(),
+                      ", expected [T, K] with K at least 1");
   }
   const Tensor ids = integer_tensor(expert_ids, op, "expert_ids");
   const Inputs in = prepare(op, x, ids.dim(), ids.size(-1), ids.size(0), weights, w_up, w_down, b_up, b_down,
@@ -132,7 +132,7 @@ std::pair<Tensor, Tensor> run_forward(const char* op, bool needs_backward, const
     args.saved_bytes = bytes.saved;
   }
   const Workspace workspace(needs_backward ? bytes.forward_workspace : bytes.inference_workspace, x.device(),
-                            context);
+                            &context);
   check(layer_forward(in.config, args, context));
   return {y, saved};
 }
@@ -148,11 +148,11 @@ Tensor experts(const Tensor& x, const Tensor& expert_ids, const Tensor& weights,
 }
 
 std::tuple<Tensor, Tensor> experts_forward(const Tensor& x, const Tensor& expert_ids, const Tensor& weights,
-                                           const Tensor& w_up, const Tensor& w_down, const OptionalTensor& b_up,
-                                           const OptionalTensor& b_down, const OptionalTensor& token_offsets,
-                                           std::string_view activation, double limit, double alpha,
-                                           std::string_view gate_layout, std::string_view weight_position,
-                                           std::string_view save) {
+                                           const Tensor& w_up, const Tensor& w_down,
+                                           const OptionalTensor& b_up, const OptionalTensor& b_down,
+                                           const OptionalTensor& token_offsets, std::string_view activation,
+                                           double limit, double alpha, std::string_view gate_layout,
+                                           std::string_view weight_position, std::string_view save) {
   const char* op = "experts";
   return run_forward(op, true, x, expert_ids, weights, w_up, w_down, b_up, b_down, token_offsets,
                      parse_options(op, activation, limit, alpha, gate_layout, weight_position, save));
@@ -185,6 +185,10 @@ std::vector<Tensor> experts_backward(const Tensor& d_y, const Tensor& saved, con
   const Inputs in = prepare(op, x, weights.dim(), weights.size(-1), weights.size(0), weights, w_up, w_down,
                             b_up, b_down, token_offsets, options);
   const Tensor d_y_rows = with_unit_inner_stride(d_y);
+  // A hook that moves saved tensors (offloading, say) may bring the bytes back at another address.
+  const Tensor aligned_saved =
+      is_aligned(saved) ? saved
+                        : allocate_bytes(static_cast<std::size_t>(saved.numel()), x.device()).copy_(saved);
   mask[kBUp] = mask[kBUp] && b_up;
   mask[kBDown] = mask[kBDown] && b_down;
 
@@ -208,7 +212,7 @@ std::vector<Tensor> experts_backward(const Tensor& d_y, const Tensor& saved, con
   args.w_down = view(w_down, op, "w_down");
   args.b_up = view(b_up, op, "b_up");
   args.b_down = view(b_down, op, "b_down");
-  args.saved = saved.data_ptr();
+  args.saved = aligned_saved.data_ptr();
   args.saved_bytes = static_cast<std::size_t>(saved.numel());
   args.d_x = grad_view(kX, "d_x");
   args.d_weights = grad_view(kWeights, "d_weights");
@@ -225,7 +229,8 @@ std::vector<Tensor> experts_backward(const Tensor& d_y, const Tensor& saved, con
   request.w_down = mask[kWDown];
   request.b_up = mask[kBUp];
   request.b_down = mask[kBDown];
-  const Workspace workspace(layer_bytes(in.config, context, request).backward_workspace, x.device(), context);
+  const Workspace workspace(layer_bytes(in.config, context, request).backward_workspace, x.device(),
+                            &context);
   check(layer_backward(in.config, args, context));
 
   if (mask[kWeights]) grads[kWeights] = grads[kWeights].to(weights.scalar_type());
@@ -263,11 +268,12 @@ OptionalTensor optional_from(const Tensor& tensor) {
 
 class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
  public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& expert_ids, const Tensor& weights,
-                        const Tensor& w_up, const Tensor& w_down, const OptionalTensor& b_up,
-                        const OptionalTensor& b_down, const OptionalTensor& token_offsets,
-                        std::string_view activation, double limit, double alpha, std::string_view gate_layout,
-                        std::string_view weight_position, std::string_view save) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& expert_ids,
+                        const Tensor& weights, const Tensor& w_up, const Tensor& w_down,
+                        const OptionalTensor& b_up, const OptionalTensor& b_down,
+                        const OptionalTensor& token_offsets, std::string_view activation, double limit,
+                        double alpha, std::string_view gate_layout, std::string_view weight_position,
+                        std::string_view save) {
     const at::AutoDispatchBelowADInplaceOrView below;
     auto [y, saved] =
         experts_forward_operator().call(x, expert_ids, weights, w_up, w_down, b_up, b_down, token_offsets,
@@ -330,12 +336,12 @@ Tensor experts_autograd(const Tensor& x, const Tensor& expert_ids, const Tensor&
   if (c10::GradMode::is_enabled() &&
       (x.requires_grad() || weights.requires_grad() || w_up.requires_grad() || w_down.requires_grad() ||
        requires_grad(b_up) || requires_grad(b_down))) {
-    return ExpertsFunction::apply(x, expert_ids, weights, w_up, w_down, b_up, b_down, token_offsets, activation,
-                                  limit, alpha, gate_layout, weight_position, save);
+    return ExpertsFunction::apply(x, expert_ids, weights, w_up, w_down, b_up, b_down, token_offsets,
+                                  activation, limit, alpha, gate_layout, weight_position, save);
   }
   const at::AutoDispatchBelowADInplaceOrView below;
-  return experts_operator().call(x, expert_ids, weights, w_up, w_down, b_up, b_down, token_offsets, activation,
-                                 limit, alpha, gate_layout, weight_position, save);
+  return experts_operator().call(x, expert_ids, weights, w_up, w_down, b_up, b_down, token_offsets,
+                                 activation, limit, alpha, gate_layout, weight_position, save);
 }
 
 /// Gradients of gradients are not implemented: the first-order gradients come out, and going back
@@ -350,22 +356,22 @@ class ExpertsBackwardFunction : public torch::autograd::Function<ExpertsBackward
                                std::string_view save, std::array<bool, kNumGradients> mask) {
     const at::AutoDispatchBelowADInplaceOrView below;
     return experts_backward_operator().call(d_y, saved, x, weights, w_up, w_down, b_up, b_down, token_offsets,
-                                            activation, limit, alpha, gate_layout, weight_position, save, mask);
+                                            activation, limit, alpha, gate_layout, weight_position, save,
+                                            mask);
   }
 
   static variable_list backward(AutogradContext* /*ctx*/, const variable_list& /*d_outputs*/) {
-    TORCH_CHECK_NOT_IMPLEMENTED(false,
-                                "moestro.experts has no second derivative: its gradients cannot be "
-                                "differentiated again (create_graph=True)");
+    no_second_derivative("experts");
   }
 };
 
-std::vector<Tensor> experts_backward_autograd(
-    const Tensor& d_y, const Tensor& saved, const Tensor& x, const Tensor& weights, const Tensor& w_up,
-    const Tensor& w_down, const OptionalTensor& b_up, const OptionalTensor& b_down,
-    const OptionalTensor& token_offsets, std::string_view activation, double limit, double alpha,
-    std::string_view gate_layout, std::string_view weight_position, std::string_view save,
-    std::array<bool, kNumGradients> mask) {
+std::vector<Tensor> experts_backward_autograd(const Tensor& d_y, const Tensor& saved, const Tensor& x,
+                                              const Tensor& weights, const Tensor& w_up, const Tensor& w_down,
+                                              const OptionalTensor& b_up, const OptionalTensor& b_down,
+                                              const OptionalTensor& token_offsets,
+                                              std::string_view activation, double limit, double alpha,
+                                              std::string_view gate_layout, std::string_view weight_position,
+                                              std::string_view save, std::array<bool, kNumGradients> mask) {
   if (c10::GradMode::is_enabled()) {
     return ExpertsBackwardFunction::apply(d_y, saved, x, weights, w_up, w_down, b_up, b_down, token_offsets,
                                           activation, limit, alpha, gate_layout, weight_position, save, mask);
@@ -393,10 +399,11 @@ Tensor experts_autocast(const Tensor& x, const Tensor& expert_ids, const Tensor&
 
 /// Bytes of LayerBytes, in its order.
 std::vector<std::int64_t> experts_bytes(std::int64_t num_tokens, std::int64_t d_model, std::int64_t d_ff,
-                                        std::int64_t num_experts, std::int64_t top_k, std::int64_t ragged_slots,
-                                        at::ScalarType dtype, bool has_b_up, bool has_b_down, at::Device device,
-                                        std::string_view activation, std::string_view weight_position,
-                                        std::string_view save, std::array<bool, kNumGradients> mask) {
+                                        std::int64_t num_experts, std::int64_t top_k,
+                                        std::int64_t ragged_slots, at::ScalarType dtype, bool has_b_up,
+                                        bool has_b_down, at::Device device, std::string_view activation,
+                                        std::string_view weight_position, std::string_view save,
+                                        std::array<bool, kNumGradients> mask) {
   const char* op = "experts_bytes";
   const Options options = parse_options(op, activation, 7.0, 1.702, "concatenated", weight_position, save);
   const std::optional<DType> type = dtype_from(dtype);
@@ -433,17 +440,17 @@ std::vector<std::int64_t> experts_bytes(std::int64_t num_tokens, std::int64_t d_
 
 }  // namespace
 
-#define MOESTRO_EXPERTS_ARGUMENTS                                                                        \
-  "Tensor weights, Tensor w_up, Tensor w_down, Tensor? b_up=None, Tensor? b_down=None, "                 \
-  "Tensor? token_offsets=None, *, str activation='swiglu', float limit=7.0, float alpha=1.702, "         \
+#define MOESTRO_EXPERTS_ARGUMENTS                                                                \
+  "Tensor weights, Tensor w_up, Tensor w_down, Tensor? b_up=None, Tensor? b_down=None, "         \
+  "Tensor? token_offsets=None, *, str activation='swiglu', float limit=7.0, float alpha=1.702, " \
   "str gate_layout='concatenated', str weight_position='after', str save='preactivation'"
 
 TORCH_LIBRARY_FRAGMENT(moestro, library) {
   library.def("experts(Tensor x, Tensor expert_ids, " MOESTRO_EXPERTS_ARGUMENTS ") -> Tensor");
-  library.def("experts_forward(Tensor x, Tensor expert_ids, " MOESTRO_EXPERTS_ARGUMENTS ") -> (Tensor, Tensor)");
-  library.def(
-      "experts_backward(Tensor d_y, Tensor saved, Tensor x, " MOESTRO_EXPERTS_ARGUMENTS
-      ", bool[6] mask=[True, True, True, True, True, True]) -> Tensor[]");
+  library.def("experts_forward(Tensor x, Tensor expert_ids, " MOESTRO_EXPERTS_ARGUMENTS
+              ") -> (Tensor, Tensor)");
+  library.def("experts_backward(Tensor d_y, Tensor saved, Tensor x, " MOESTRO_EXPERTS_ARGUMENTS
+              ", bool[6] mask=[True, True, True, True, True, True]) -> Tensor[]");
   library.def(
       "experts_bytes(int num_tokens, int d_model, int d_ff, int num_experts, int top_k, int ragged_slots, "
       "ScalarType dtype, bool has_b_up, bool has_b_down, Device device, *, str activation='swiglu', "
@@ -466,7 +473,11 @@ TORCH_LIBRARY_IMPL(moestro, Autograd, library) {
   library.impl("experts", &experts_autograd);
   library.impl("experts_backward", &experts_backward_autograd);
 }
-TORCH_LIBRARY_IMPL(moestro, AutocastCPU, library) { library.impl("experts", &experts_autocast<at::kCPU>); }
-TORCH_LIBRARY_IMPL(moestro, AutocastCUDA, library) { library.impl("experts", &experts_autocast<at::kCUDA>); }
+TORCH_LIBRARY_IMPL(moestro, AutocastCPU, library) {
+  library.impl("experts", &experts_autocast<at::kCPU>);
+}
+TORCH_LIBRARY_IMPL(moestro, AutocastCUDA, library) {
+  library.impl("experts", &experts_autocast<at::kCUDA>);
+}
 
 }  // namespace moestro::bridge

@@ -1,11 +1,12 @@
-// Router, dispatch and what the library says about itself, as torch operators.
-#include <ATen/ops/empty_like.h>
+// Router, dispatch and activation on their own, and what the library says about itself, as torch
+// operators.
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <string>
 
 #include "bridge.hpp"
+#include "moestro/activation.hpp"
 #include "moestro/backend.hpp"
 #include "moestro/dispatch.hpp"
 #include "moestro/router.hpp"
@@ -39,7 +40,8 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, std::int64_t k, const Opt
   const Tensor rows = with_unit_inner_stride(logits);
   const bool is_double = logits.scalar_type() == at::kDouble;
   const Tensor expert_ids = at::empty({logits.size(0), k}, logits.options().dtype(at::kInt));
-  const Tensor weights = at::empty({logits.size(0), k}, logits.options().dtype(is_double ? at::kDouble : at::kFloat));
+  const Tensor weights =
+      at::empty({logits.size(0), k}, logits.options().dtype(is_double ? at::kDouble : at::kFloat));
   RouterForwardArgs args;
   args.logits = view(rows, op, "logits");
   args.selection_bias = view(selection_bias, op, "selection_bias");
@@ -135,9 +137,7 @@ class RouteBackwardFunction : public torch::autograd::Function<RouteBackwardFunc
     return route_backward_operator().call(d_weights, logits, expert_ids, score, renormalize, epsilon, scale);
   }
   static variable_list backward(AutogradContext* /*ctx*/, const variable_list& /*d_outputs*/) {
-    TORCH_CHECK_NOT_IMPLEMENTED(false,
-                                "moestro.route has no second derivative: its gradients cannot be "
-                                "differentiated again (create_graph=True)");
+    no_second_derivative("route");
   }
 };
 
@@ -184,10 +184,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch(const Tensor& expert_ids, st
                       "', expected 'auto', 'dense_map' or 'histogram'");
   }
   // The tile table and the expert order are of use to the kernels only: they live in scratch.
-  const Tensor scratch = allocate_bytes(index_bytes(num_slots, num_experts) + kAlignment, ids.device());
-  const auto address = reinterpret_cast<std::uintptr_t>(scratch.data_ptr());
-  args.index = carve_index(reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment),
-                           num_slots, num_experts);
+  const Tensor scratch = allocate_bytes(index_bytes(num_slots, num_experts), ids.device());
+  args.index = carve_index(scratch.data_ptr(), num_slots, num_experts);
   const Tensor expert_token_indices = at::empty({num_slots}, options);
   const Tensor expert_token_offsets = at::empty({num_experts + 1}, options);
   const Tensor token_expert_indices = at::empty({num_slots}, options);
@@ -198,16 +196,111 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch(const Tensor& expert_ids, st
   args.index.token_index_map = token_index_map.data_ptr<std::int32_t>();
 
   Context context = context_for(ids.device());
-  const Workspace workspace(dispatch_workspace_bytes(num_tokens, num_slots, num_experts, context), ids.device(),
-                            context);
+  const Workspace workspace(dispatch_workspace_bytes(num_tokens, num_slots, num_experts, context),
+                            ids.device(), &context);
   check(dispatch_forward(args, context));
   return {expert_token_indices, expert_token_offsets, token_expert_indices, token_index_map};
 }
 
+/// A = act(H), H [rows, W] with gate | up side by side: for a dense expert beside the routed ones.
+Tensor activation(const Tensor& h, std::string_view kind, double limit, double alpha) {
+  const char* op = "activation";
+  check_rank(h, 2, op, "h", "[rows, 2n] (gated) or [rows, n]");
+  const c10::OptionalDeviceGuard guard(h.device());
+  const Tensor rows = with_unit_inner_stride(h);
+  ActivationForwardArgs args;
+  args.activation.kind = parse<ActivationKind>(kind, op, "activation");
+  args.activation.limit = static_cast<float>(limit);
+  args.activation.alpha = static_cast<float>(alpha);
+  const Tensor a = at::empty({h.size(0), h.size(1) / h_width_factor(args.activation.kind)}, h.options());
+  args.h = view(rows, op, "h");
+  args.a = view(a, op, "a");
+  check(activation_forward(args, context_for(h.device())));
+  return a;
+}
+
+Tensor activation_backward(const Tensor& d_a, const Tensor& h, std::string_view kind, double limit,
+                           double alpha) {
+  const char* op = "activation_backward";
+  check_device(d_a, h, op, "d_a", "h");
+  const c10::OptionalDeviceGuard guard(h.device());
+  const Tensor rows = with_unit_inner_stride(h);
+  const Tensor d_a_rows = with_unit_inner_stride(d_a);
+  const Tensor d_h = at::empty(h.sizes(), h.options());
+  ActivationBackwardArgs args;
+  args.activation.kind = parse<ActivationKind>(kind, op, "activation");
+  args.activation.limit = static_cast<float>(limit);
+  args.activation.alpha = static_cast<float>(alpha);
+  args.h = view(rows, op, "h");
+  args.d_a = view(d_a_rows, op, "d_a");
+  args.d_h = view(d_h, op, "d_h");
+  check(moestro::activation_backward(args, context_for(h.device())));
+  return d_h;
+}
+
+const auto& activation_operator() {
+  static const auto handle =
+      c10::Dispatcher::singleton().findSchemaOrThrow("moestro::activation", "").typed<decltype(activation)>();
+  return handle;
+}
+const auto& activation_backward_operator() {
+  static const auto handle = c10::Dispatcher::singleton()
+                                 .findSchemaOrThrow("moestro::activation_backward", "")
+                                 .typed<decltype(activation_backward)>();
+  return handle;
+}
+
+class ActivationFunction : public torch::autograd::Function<ActivationFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& h, std::string_view kind, double limit,
+                        double alpha) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    ctx->save_for_backward({h});
+    ctx->saved_data["kind"] = std::string(kind);
+    ctx->saved_data["limit"] = limit;
+    ctx->saved_data["alpha"] = alpha;
+    return activation_operator().call(h, kind, limit, alpha);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list d_outputs) {
+    variable_list result(4);
+    result[0] = activation_backward_operator().call(
+        d_outputs[0], ctx->get_saved_variables()[0], ctx->saved_data["kind"].toStringView(),
+        ctx->saved_data["limit"].toDouble(), ctx->saved_data["alpha"].toDouble());
+    return result;
+  }
+};
+
+Tensor activation_autograd(const Tensor& h, std::string_view kind, double limit, double alpha) {
+  if (c10::GradMode::is_enabled() && h.requires_grad()) {
+    return ActivationFunction::apply(h, kind, limit, alpha);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return activation_operator().call(h, kind, limit, alpha);
+}
+
+class ActivationBackwardFunction : public torch::autograd::Function<ActivationBackwardFunction> {
+ public:
+  static Tensor forward(AutogradContext* /*ctx*/, const Tensor& d_a, const Tensor& h, std::string_view kind,
+                        double limit, double alpha) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return activation_backward_operator().call(d_a, h, kind, limit, alpha);
+  }
+  static variable_list backward(AutogradContext* /*ctx*/, const variable_list& /*d_outputs*/) {
+    no_second_derivative("activation");
+  }
+};
+
+Tensor activation_backward_autograd(const Tensor& d_a, const Tensor& h, std::string_view kind, double limit,
+                                    double alpha) {
+  if (c10::GradMode::is_enabled()) return ActivationBackwardFunction::apply(d_a, h, kind, limit, alpha);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return activation_backward_operator().call(d_a, h, kind, limit, alpha);
+}
+
 /// Which kernels a shape takes on a device, and why; one line.
 std::string describe_path(std::int64_t num_tokens, std::int64_t d_model, std::int64_t d_ff,
-                          std::int64_t num_experts, std::int64_t top_k, at::ScalarType dtype, at::Device device,
-                          std::string_view activation) {
+                          std::int64_t num_experts, std::int64_t top_k, at::ScalarType dtype,
+                          at::Device device, std::string_view activation) {
   const char* op = "describe_path";
   LayerConfig config;
   config.num_tokens = num_tokens;
@@ -258,21 +351,32 @@ TORCH_LIBRARY(moestro, library) {
       "Device device, *, str activation='swiglu') -> str",
       &describe_path);
   library.def("backends() -> str", &backends);
+  library.def(
+      "activation(Tensor h, *, str activation='swiglu', float limit=7.0, float alpha=1.702) -> Tensor");
+  library.def(
+      "activation_backward(Tensor d_a, Tensor h, *, str activation='swiglu', float limit=7.0, "
+      "float alpha=1.702) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(moestro, CPU, library) {
   library.impl("route", &route);
   library.impl("route_backward", &route_backward);
   library.impl("dispatch", &dispatch);
+  library.impl("activation", &activation);
+  library.impl("activation_backward", &activation_backward);
 }
 TORCH_LIBRARY_IMPL(moestro, CUDA, library) {
   library.impl("route", &route);
   library.impl("route_backward", &route_backward);
   library.impl("dispatch", &dispatch);
+  library.impl("activation", &activation);
+  library.impl("activation_backward", &activation_backward);
 }
 TORCH_LIBRARY_IMPL(moestro, Autograd, library) {
   library.impl("route", &route_autograd);
   library.impl("route_backward", &route_backward_autograd);
+  library.impl("activation", &activation_autograd);
+  library.impl("activation_backward", &activation_backward_autograd);
 }
 
 }  // namespace moestro::bridge
