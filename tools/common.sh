@@ -5,6 +5,8 @@ cd "$ROOT"
 
 VENV=$ROOT/.venv
 BUILD=${BUILD:-$ROOT/build}
+# The Python package is used from its source folder, over the operators of this build.
+export MOESTRO_LIBRARY=$BUILD/python/csrc/libmoestro_torch.so
 LOGS=$ROOT/build/logs
 JOBS=${JOBS:-$(nproc)}
 

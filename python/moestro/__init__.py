@@ -14,7 +14,7 @@ from moestro.functional import (  # noqa: E402
     experts_ragged,
     layer_bytes,
 )
-from moestro.module import MoE, expert_layout  # noqa: E402
+from moestro.module import Experts, MoE, Router, SharedExpert, expert_layout  # noqa: E402
 from moestro.router import (  # noqa: E402
     Routing,
     expert_counts,
@@ -30,8 +30,11 @@ __all__ = [
     "BUILD",
     "DispatchIndex",
     "LayerBytes",
+    "Experts",
     "MoE",
+    "Router",
     "Routing",
+    "SharedExpert",
     "activation",
     "dispatch",
     "expert_counts",

@@ -24,7 +24,9 @@ def index_bytes(num_slots: int, num_experts: int) -> int:
     return sum(_aligned(4 * count) for count in counts)
 
 
-def saved_bytes(num_slots: int, num_experts: int, d_ff: int, activation: str, save: str, itemsize: int) -> int:
+def saved_bytes(
+    num_slots: int, num_experts: int, d_ff: int, activation: str, save: str, itemsize: int
+) -> int:
     width = 2 * d_ff if activation in GATED else d_ff
     total = index_bytes(num_slots, num_experts)
     if save != "none":

@@ -1,4 +1,4 @@
-"""moestro.MoE: router, routed experts and an optional shared expert as one module."""
+"""moestro.MoE: a router, routed experts and an optional shared expert, each a module of its own."""
 
 import math
 import warnings
@@ -13,21 +13,27 @@ from moestro import functional
 from moestro.router import SCORES, Routing, route, route_weights
 
 
-def expert_layout(gate_layout: str = "concatenated", *, transposed: bool = False, gated: bool = True) -> Tensor:
-    """The `expert_layout` entry of a state dict: how w_up and w_down lie in it, as ASCII bytes.
-
-    A converted checkpoint states its layout with it, since shapes cannot: gate | up and interleaved
-    weights look alike, and so does a square weight and its transpose.
-    """
-    axes = "E,d,W;E,n,d" if transposed else "E,W,d;E,d,n"
-    return torch.tensor(list(f"{axes};{gate_layout if gated else 'ungated'}".encode()), dtype=torch.uint8)
+def _check_choice(owner: str, name: str, choice: str, choices: tuple[str, ...]) -> None:
+    if choice not in choices:
+        raise ValueError(f"{owner}: {name} is {choice!r}, expected one of {', '.join(choices)}")
 
 
-def _text(layout: Tensor) -> str:
-    return bytes(layout.tolist()).decode("ascii", "replace")
+def _check_extents(owner: str, **extents: int) -> None:
+    for name, value in extents.items():
+        if value < 1:
+            raise ValueError(f"{owner}: {name} is {value}, expected at least 1")
 
 
-class _RouterLogits(torch.autograd.Function):
+def _changed(module: nn.Module, **defaults: object) -> str:
+    """`name=value` of the attributes that differ from their defaults."""
+    return "".join(
+        f", {name}={getattr(module, name)!r}"
+        for name, value in defaults.items()
+        if getattr(module, name) != value
+    )
+
+
+class _Logits(torch.autograd.Function):
     """float32 logits of a lower-precision x: the float32 copy of x lives inside the call only."""
 
     @staticmethod
@@ -44,6 +50,324 @@ class _RouterLogits(torch.autograd.Function):
         return d_x, d_weight
 
 
+class Router(nn.Module):
+    """x [T, d] to logits [T, E], expert ids [T, K] and weights [T, K]; float32 from the logits on,
+    whatever autocast says (float64 for float64).
+
+    Parameters: weight [E, d], bias [E] or None. Buffer: selection_bias [E] or None, float32 whatever the
+    module is cast to, added to the scores for the choice only.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        bias: bool = False,
+        score: str = "softmax",
+        renormalize: bool = True,
+        epsilon: float = 0.0,
+        scale: float = 1.0,
+        selection_bias: bool = False,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        group_score: str = "top2",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_extents("Router", d_model=d_model, num_experts=num_experts)
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"Router: top_k is {top_k}, expected 1 to {num_experts} (num_experts)")
+        _check_choice("Router", "score", score, SCORES)
+        if top_k == 1 and renormalize and epsilon == 0.0:
+            warnings.warn(
+                "Router: with top_k=1 and renormalize=True every weight is the constant `scale`, so the main "
+                "loss gives the router no gradient; pass renormalize=False to train it",
+                stacklevel=3,
+            )
+        self.d_model = d_model
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.score = score
+        self.renormalize = renormalize
+        self.epsilon = epsilon
+        self.scale = scale
+        self.num_groups = num_groups
+        self.top_groups = top_groups
+        self.group_score = group_score
+        self.weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
+        )
+        self.register_buffer(
+            "selection_bias",
+            torch.empty(num_experts, device=device, dtype=torch.float32) if selection_bias else None,
+        )
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Uniform within 1/sqrt(d), as torch's linears; biases 0."""
+        bound = 1 / math.sqrt(self.d_model)
+        self.weight.uniform_(-bound, bound)
+        for bias in (self.bias, self.selection_bias):
+            if bias is not None:
+                bias.zero_()
+
+    def logits(self, x: Tensor) -> Tensor:
+        real = torch.float64 if x.dtype == torch.float64 else torch.float32
+        with torch.autocast(x.device.type, enabled=False):
+            if x.dtype == real and self.weight.dtype == real:
+                logits = x @ self.weight.t()
+            else:
+                logits = _Logits.apply(x, self.weight)
+            return logits if self.bias is None else logits + self.bias.to(real)
+
+    def forward(self, x: Tensor, expert_ids: Tensor | None = None) -> Routing:
+        """With `expert_ids` [T, K] given (replay, hash routing) only the weights come from the logits."""
+        logits = self.logits(x)
+        weighting: dict[str, Any] = {
+            "score": self.score,
+            "renormalize": self.renormalize,
+            "epsilon": self.epsilon,
+            "scale": self.scale,
+        }
+        if expert_ids is not None:
+            return Routing(logits, expert_ids, route_weights(logits, expert_ids, **weighting))
+        expert_ids, weights = route(
+            logits,
+            self.top_k,
+            **weighting,
+            selection_bias=self.selection_bias,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+            group_score=self.group_score,
+        )
+        return Routing(logits, expert_ids, weights)
+
+    @torch.no_grad()
+    def update_selection_bias(self, counts: Tensor, rate: float = 1e-3) -> None:
+        """One step of balancing without an auxiliary loss (arXiv 2408.15664): an expert with fewer slots
+        than the mean gains `rate`, one with more loses it.
+
+        counts: [E], from `expert_counts`, summed over micro-batches and ranks. Call it once a step, beside
+        the optimizer; forward never changes the bias, so recomputation counts nothing twice.
+        """
+        if self.selection_bias is None:
+            raise ValueError("Router: update_selection_bias needs selection_bias=True")
+        counts = counts.to(torch.float32)
+        self.selection_bias.add_(torch.sign(counts.mean() - counts), alpha=rate)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        bias = self.selection_bias
+        super()._apply(fn, recurse)
+        # Steps of 1e-3 vanish in bfloat16: a cast may move this buffer, but not change its type.
+        if bias is not None and self.selection_bias.dtype != torch.float32:
+            device = self.selection_bias.device
+            self.selection_bias = torch.empty_like(bias, device=device) if bias.is_meta else bias.to(device)
+        return self
+
+    def extra_repr(self) -> str:
+        return (
+            f"d_model={self.d_model}, num_experts={self.num_experts}, top_k={self.top_k}, score={self.score!r}, "
+            f"renormalize={self.renormalize}, bias={self.bias is not None}, "
+            f"selection_bias={self.selection_bias is not None}"
+        ) + _changed(self, epsilon=0.0, scale=1.0, num_groups=1, top_groups=1)
+
+
+def expert_layout(
+    gate_layout: str = "concatenated", *, transposed: bool = False, gated: bool = True
+) -> Tensor:
+    """The `layout` entry of an Experts module's state dict: how w_up and w_down lie, as ASCII bytes.
+
+    A converted checkpoint states its layout with it, since shapes cannot: concatenated and interleaved
+    gates look alike, and so do a square matrix and its transpose.
+    """
+    _check_choice("expert_layout", "gate_layout", gate_layout, functional.GATE_LAYOUTS)
+    axes = "E,d,W;E,n,d" if transposed else "E,W,d;E,d,n"
+    return torch.tensor(list(f"{axes};{gate_layout if gated else 'ungated'}".encode()), dtype=torch.uint8)
+
+
+def _text(layout: Tensor) -> str:
+    return bytes(layout.tolist()).decode("ascii", "replace")
+
+
+class Experts(nn.Module):
+    """The routed experts: x [T, d], expert_ids [T, K] and weights [T, K] to y [T, d] (`moestro.experts`).
+
+    Parameters: w_up [E, 2n, d] ([E, n, d] ungated), w_down [E, d, n], with `bias` also b_up [E, 2n] and
+    b_down [E, d]; with `transposed` w_up is stored [E, d, 2n] and w_down [E, n, d] (gpt-oss, Llama 4).
+    Buffer: layout, bytes that say how the weights lie; loading refuses weights that come with another
+    layout or with none.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        num_experts: int,
+        *,
+        activation: str = "swiglu",
+        limit: float | None = None,
+        alpha: float | None = None,
+        gate_layout: str = "concatenated",
+        save: str = "preactivation",
+        weight_position: str = "after",
+        bias: bool = False,
+        transposed: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_extents("Experts", d_model=d_model, d_ff=d_ff, num_experts=num_experts)
+        _check_choice("Experts", "activation", activation, functional.ACTIVATIONS)
+        _check_choice("Experts", "gate_layout", gate_layout, functional.GATE_LAYOUTS)
+        _check_choice("Experts", "save", save, functional.SAVE_POLICIES)
+        _check_choice("Experts", "weight_position", weight_position, functional.WEIGHT_POSITIONS)
+        functional.resolve_activation(activation, limit, alpha)
+        self.d_model = d_model
+        self.d_ff = d_ff
+        self.num_experts = num_experts
+        self.activation = activation
+        self.limit = limit
+        self.alpha = alpha
+        self.gate_layout = gate_layout
+        self.save = save
+        self.weight_position = weight_position
+        self.transposed = transposed
+        self.gated = activation in functional.GATED_ACTIVATIONS
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        width = 2 * d_ff if self.gated else d_ff
+        self.w_up = (
+            parameter(num_experts, d_model, width) if transposed else parameter(num_experts, width, d_model)
+        )
+        self.w_down = (
+            parameter(num_experts, d_ff, d_model) if transposed else parameter(num_experts, d_model, d_ff)
+        )
+        self.register_parameter("b_up", parameter(num_experts, width) if bias else None)
+        self.register_parameter("b_down", parameter(num_experts, d_model) if bias else None)
+        self.register_buffer("layout", self._layout().to(device))
+        self.reset_parameters()
+
+    def _layout(self) -> Tensor:
+        return expert_layout(self.gate_layout, transposed=self.transposed, gated=self.gated)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Uniform within 1/sqrt(fan-in), as torch's linears; biases 0."""
+        for weight, fan_in in ((self.w_up, self.d_model), (self.w_down, self.d_ff)):
+            weight.uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+        for bias in (self.b_up, self.b_down):
+            if bias is not None:
+                bias.zero_()
+
+    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        return functional.experts(
+            x,
+            expert_ids,
+            weights,
+            self.w_up.transpose(1, 2) if self.transposed else self.w_up,
+            self.w_down.transpose(1, 2) if self.transposed else self.w_down,
+            b_up=self.b_up,
+            b_down=self.b_down,
+            activation=self.activation,
+            limit=self.limit,
+            alpha=self.alpha,
+            gate_layout=self.gate_layout,
+            save=self.save,
+            weight_position=self.weight_position,
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Experts":
+        super()._apply(fn, recurse)
+        # The text is the module's own, so a module that comes from the meta device has it again.
+        self.layout = self._layout().to(self.layout.device)
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        has_weights = any(prefix + name in state_dict for name in ("w_up", "w_down"))
+        layout = state_dict.get(prefix + "layout")
+        expected = _text(self._layout())
+        if has_weights and layout is None:
+            error_msgs.append(
+                f"{prefix}layout is missing, so how {prefix}w_up and {prefix}w_down lie is not known (their shapes "
+                f"cannot tell); this module has '{expected}'. State the checkpoint's: "
+                f"state_dict['{prefix}layout'] = moestro.expert_layout(...)"
+            )
+        elif layout is not None and _text(layout) != expected:
+            error_msgs.append(
+                f"{prefix}layout is '{_text(layout)}', but this module has '{expected}': transpose or reorder "
+                f"{prefix}w_up and {prefix}w_down, or build the module with that transposed and gate_layout"
+            )
+        else:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+
+    def extra_repr(self) -> str:
+        return (
+            f"d_model={self.d_model}, d_ff={self.d_ff}, num_experts={self.num_experts}, "
+            f"activation={self.activation!r}, save={self.save!r}, bias={self.b_up is not None}"
+        ) + _changed(
+            self,
+            limit=None,
+            alpha=None,
+            gate_layout="concatenated",
+            weight_position="after",
+            transposed=False,
+        )
+
+
+class SharedExpert(nn.Module):
+    """A dense expert that every token takes, with the routed experts' activation and limits.
+
+    `up` gives gate | up side by side; with `gated_output` a sigmoid of `gate` scales the result.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        *,
+        activation: str = "swiglu",
+        limit: float | None = None,
+        alpha: float | None = None,
+        bias: bool = False,
+        gated_output: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_extents("SharedExpert", d_model=d_model, d_ff=d_ff)
+        _check_choice("SharedExpert", "activation", activation, functional.ACTIVATIONS)
+        self.activation = activation
+        self.limit = limit
+        self.alpha = alpha
+        width = 2 * d_ff if activation in functional.GATED_ACTIVATIONS else d_ff
+        self.up = nn.Linear(d_model, width, bias=bias, device=device, dtype=dtype)
+        self.down = nn.Linear(d_ff, d_model, bias=bias, device=device, dtype=dtype)
+        self.gate = nn.Linear(d_model, 1, bias=False, device=device, dtype=dtype) if gated_output else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = functional.activation(self.up(x), self.activation, limit=self.limit, alpha=self.alpha)
+        y = self.down(a)
+        return y if self.gate is None else y * F.sigmoid(self.gate(x))
+
+
 class MoE(nn.Module):
     """y = experts(x) routed by router(x), plus the shared expert where there is one.
 
@@ -51,17 +375,14 @@ class MoE(nn.Module):
         d_model, d_ff, num_experts, top_k: d, n, E, K.
         activation, limit, alpha, gate_layout, save, weight_position: as in `moestro.experts`; activation
             and limits hold for the shared expert too.
-        bias: experts have b_up and b_down.
-        router_bias: the logits have a bias.
+        bias: the experts have biases, the shared one too.
+        router_bias: the logits have one.
         score, renormalize, epsilon, scale, num_groups, top_groups, group_score: as in `moestro.route`.
-        selection_bias: a float32 buffer, added to the scores for the choice only, kept in float32
-            whatever the module is cast to; `update_selection_bias` moves it (aux-loss-free balance).
-        shared_d_ff: width of a dense expert that every token takes; `shared_gate` scales it by a sigmoid.
-        transposed: w_up is stored [E, d, 2n] and w_down [E, n, d] (gpt-oss, Llama 4).
+        selection_bias: balance without an auxiliary loss, see `Router.update_selection_bias`.
+        shared_d_ff: width of the shared expert; `shared_gate` scales it by a sigmoid.
+        transposed: see `Experts`.
 
-    Parameters: router_weight [E, d], router_bias [E], w_up, w_down, b_up, b_down; shared_up,
-    shared_down, shared_gate (linears). Buffers: selection_bias [E] float32, expert_layout (bytes that say
-    how the weights lie; loading refuses a state dict with weights and another layout, or none).
+    Modules: router, experts, shared (None without shared_d_ff).
     """
 
     def __init__(
@@ -94,122 +415,43 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("d_model", d_model), ("d_ff", d_ff), ("num_experts", num_experts)):
-            if value < 1:
-                raise ValueError(f"MoE: {name} is {value}, expected at least 1")
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"MoE: top_k is {top_k}, expected 1 to {num_experts} (num_experts)")
-        for name, choice, choices in (
-            ("activation", activation, functional.ACTIVATIONS),
-            ("gate_layout", gate_layout, functional.GATE_LAYOUTS),
-            ("save", save, functional.SAVE_POLICIES),
-            ("weight_position", weight_position, functional.WEIGHT_POSITIONS),
-            ("score", score, SCORES),
-        ):
-            if choice not in choices:
-                raise ValueError(f"MoE: {name} is {choice!r}, expected one of {', '.join(choices)}")
-        functional.resolve_activation(activation, limit, alpha)
         if shared_gate and shared_d_ff is None:
             raise ValueError("MoE: shared_gate is set, but there is no shared expert (shared_d_ff is None)")
-        if top_k == 1 and renormalize and epsilon == 0.0:
-            warnings.warn(
-                "MoE: with top_k=1 and renormalize=True every weight is the constant `scale`, so the main loss "
-                "gives the router no gradient; pass renormalize=False to train it",
-                stacklevel=2,
-            )
         self.d_model = d_model
-        self.d_ff = d_ff
-        self.num_experts = num_experts
-        self.top_k = top_k
-        self.activation = activation
-        self.limit = limit
-        self.alpha = alpha
-        self.gate_layout = gate_layout
-        self.save = save
-        self.weight_position = weight_position
-        self.score = score
-        self.renormalize = renormalize
-        self.epsilon = epsilon
-        self.scale = scale
-        self.num_groups = num_groups
-        self.top_groups = top_groups
-        self.group_score = group_score
-        self.shared_d_ff = shared_d_ff
-        self.transposed = transposed
-        self.gated = functional.resolve_activation(activation, limit, alpha)[0] in functional.GATED_ACTIVATIONS
-
+        act: dict[str, Any] = {"activation": activation, "limit": limit, "alpha": alpha}
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        width = 2 * d_ff if self.gated else d_ff
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, **factory))
-
-        self.router_weight = parameter(num_experts, d_model)
-        self.register_parameter("router_bias", parameter(num_experts) if router_bias else None)
-        if transposed:
-            self.w_up = parameter(num_experts, d_model, width)
-            self.w_down = parameter(num_experts, d_ff, d_model)
-        else:
-            self.w_up = parameter(num_experts, width, d_model)
-            self.w_down = parameter(num_experts, d_model, d_ff)
-        self.register_parameter("b_up", parameter(num_experts, width) if bias else None)
-        self.register_parameter("b_down", parameter(num_experts, d_model) if bias else None)
-        if shared_d_ff is not None:
-            shared_width = 2 * shared_d_ff if self.gated else shared_d_ff
-            self.shared_up = nn.Linear(d_model, shared_width, bias=bias, **factory)
-            self.shared_down = nn.Linear(shared_d_ff, d_model, bias=bias, **factory)
-            self.shared_gate = nn.Linear(d_model, 1, bias=False, **factory) if shared_gate else None
-        bias_buffer = torch.empty(num_experts, device=device, dtype=torch.float32) if selection_bias else None
-        self.register_buffer("selection_bias", bias_buffer)
-        self.register_buffer("expert_layout", self._layout().to(device))
-        self.reset_parameters()
-
-    def _layout(self) -> Tensor:
-        return expert_layout(self.gate_layout, transposed=self.transposed, gated=self.gated)
-
-    def reset_parameters(self) -> None:
-        """Uniform within 1/sqrt(fan-in), as torch's linears; biases 0."""
-        with torch.no_grad():
-            up_bound = 1 / math.sqrt(self.d_model)
-            self.router_weight.uniform_(-up_bound, up_bound)
-            self.w_up.uniform_(-up_bound, up_bound)
-            down_bound = 1 / math.sqrt(self.d_ff)
-            self.w_down.uniform_(-down_bound, down_bound)
-            for bias in (self.router_bias, self.b_up, self.b_down, self.selection_bias):
-                if bias is not None:
-                    bias.zero_()
-            if self.shared_d_ff is not None:
-                for linear in (self.shared_up, self.shared_down, self.shared_gate):
-                    if linear is not None:
-                        linear.reset_parameters()
-            self.expert_layout = self._layout().to(self.expert_layout.device)
-
-    def router_logits(self, x: Tensor) -> Tensor:
-        """[T, E] in float32 (float64 for float64), from x [T, d], whatever autocast says."""
-        with torch.autocast(x.device.type, enabled=False):
-            real = torch.float64 if x.dtype == torch.float64 else torch.float32
-            if x.dtype == real and self.router_weight.dtype == real:
-                logits = x @ self.router_weight.t()
-            else:
-                logits = _RouterLogits.apply(x, self.router_weight)
-            return logits if self.router_bias is None else logits + self.router_bias.to(real)
-
-    def route(self, x: Tensor) -> Routing:
-        """The router alone, on x [T, d]."""
-        logits = self.router_logits(x)
-        expert_ids, weights = route(
-            logits,
-            self.top_k,
-            score=self.score,
-            renormalize=self.renormalize,
-            epsilon=self.epsilon,
-            scale=self.scale,
-            selection_bias=self.selection_bias,
-            num_groups=self.num_groups,
-            top_groups=self.top_groups,
-            group_score=self.group_score,
+        self.router = Router(
+            d_model,
+            num_experts,
+            top_k,
+            bias=router_bias,
+            score=score,
+            renormalize=renormalize,
+            epsilon=epsilon,
+            scale=scale,
+            selection_bias=selection_bias,
+            num_groups=num_groups,
+            top_groups=top_groups,
+            group_score=group_score,
+            **factory,
         )
-        return Routing(logits, expert_ids, weights)
+        self.experts = Experts(
+            d_model,
+            d_ff,
+            num_experts,
+            **act,
+            gate_layout=gate_layout,
+            save=save,
+            weight_position=weight_position,
+            bias=bias,
+            transposed=transposed,
+            **factory,
+        )
+        self.shared = (
+            SharedExpert(d_model, shared_d_ff, **act, bias=bias, gated_output=shared_gate, **factory)
+            if shared_d_ff is not None
+            else None
+        )
 
     def forward(
         self,
@@ -222,126 +464,20 @@ class MoE(nn.Module):
         """x [..., d] to y [..., d].
 
         Args:
-            expert_ids: [..., K]; replaces the router's choice (replay, hash routing); weights still come
-                from live logits.
+            expert_ids: [..., K]; takes the place of the router's choice (replay, hash routing).
             token_mask: [...] bool; a token where it is False is routed nowhere (padding).
             return_routing: also return logits, ids and weights, flat over tokens, for
                 `load_balance_loss`, `z_loss` and `expert_counts`.
         """
-        if x.shape[-1] != self.d_model:
+        if x.dim() < 2 or x.shape[-1] != self.d_model:
             raise ValueError(f"MoE: x is {list(x.shape)}, expected [..., {self.d_model}] (d_model)")
         tokens = x.flatten(0, -2)
-        if expert_ids is None:
-            routing = self.route(tokens)
-        else:
-            logits = self.router_logits(tokens)
-            expert_ids = expert_ids.flatten(0, -2)
-            weights = route_weights(
-                logits,
-                expert_ids,
-                score=self.score,
-                renormalize=self.renormalize,
-                epsilon=self.epsilon,
-                scale=self.scale,
-            )
-            routing = Routing(logits, expert_ids, weights)
+        routing = self.router(tokens, None if expert_ids is None else expert_ids.flatten(0, -2))
         if token_mask is not None:
             masked = torch.where(token_mask.flatten().unsqueeze(-1), routing.expert_ids, -1)
             routing = routing._replace(expert_ids=masked)
-        y = functional.experts(
-            tokens,
-            routing.expert_ids,
-            routing.weights,
-            self.w_up.transpose(1, 2) if self.transposed else self.w_up,
-            self.w_down.transpose(1, 2) if self.transposed else self.w_down,
-            b_up=self.b_up,
-            b_down=self.b_down,
-            activation=self.activation,
-            limit=self.limit,
-            alpha=self.alpha,
-            gate_layout=self.gate_layout,
-            save=self.save,
-            weight_position=self.weight_position,
-        )
-        if self.shared_d_ff is not None:
-            y = y + self._shared(tokens)
+        y = self.experts(tokens, routing.expert_ids, routing.weights)
+        if self.shared is not None:
+            y = y + self.shared(tokens)
         y = y.view(x.shape)
         return (y, routing) if return_routing else y
-
-    def _shared(self, x: Tensor) -> Tensor:
-        h = self.shared_up(x)
-        a = functional.activation(h, self.activation, limit=self.limit, alpha=self.alpha)
-        y = self.shared_down(a)
-        return y if self.shared_gate is None else y * F.sigmoid(self.shared_gate(x))
-
-    @torch.no_grad()
-    def update_selection_bias(self, counts: Tensor, rate: float = 1e-3) -> None:
-        """One step of aux-loss-free balancing (arXiv 2408.15664): experts with fewer than the mean of
-        `counts` ([E], from `expert_counts`, summed over micro-batches and ranks) gain `rate`, others lose it.
-        Call it once a step, beside the optimizer; forward never changes the bias."""
-        if self.selection_bias is None:
-            raise ValueError("MoE: update_selection_bias needs selection_bias=True")
-        counts = counts.to(torch.float32)
-        self.selection_bias.add_(torch.sign(counts.mean() - counts), alpha=rate)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MoE":
-        bias = self.selection_bias
-        super()._apply(fn, recurse)
-        # Steps of 1e-3 vanish in bfloat16, so a cast moves this buffer's device but not its dtype.
-        if bias is not None and self.selection_bias.dtype != torch.float32:
-            device = self.selection_bias.device
-            self.selection_bias = torch.empty_like(bias, device=device) if bias.is_meta else bias.to(device)
-        if self.expert_layout.device.type != "meta":
-            self.expert_layout = self._layout().to(self.expert_layout.device)
-        return self
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        has_weights = any(prefix + name in state_dict for name in ("w_up", "w_down"))
-        layout = state_dict.get(prefix + "expert_layout")
-        expected = _text(self._layout())
-        if has_weights and layout is None:
-            error_msgs.append(
-                f"{prefix}expert_layout is missing, so the order of {prefix}w_up and {prefix}w_down is not known "
-                f"(shapes alone cannot tell); this module has '{expected}'. State the checkpoint's layout: "
-                f"state_dict['{prefix}expert_layout'] = moestro.expert_layout(...)"
-            )
-            return
-        if layout is not None and _text(layout) != expected:
-            error_msgs.append(
-                f"{prefix}expert_layout is '{_text(layout)}', but this module has '{expected}': transpose or reorder "
-                f"{prefix}w_up and {prefix}w_down, or build MoE with that gate_layout and transposed"
-            )
-            return
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-
-    def extra_repr(self) -> str:
-        parts = [f"d_model={self.d_model}, d_ff={self.d_ff}, num_experts={self.num_experts}, top_k={self.top_k}"]
-        defaults = {
-            "activation": "swiglu",
-            "limit": None,
-            "alpha": None,
-            "gate_layout": "concatenated",
-            "save": "preactivation",
-            "weight_position": "after",
-            "score": "softmax",
-            "renormalize": True,
-            "epsilon": 0.0,
-            "scale": 1.0,
-            "num_groups": 1,
-            "top_groups": 1,
-            "shared_d_ff": None,
-            "transposed": False,
-        }
-        parts += [f"{name}={getattr(self, name)!r}" for name, value in defaults.items() if getattr(self, name) != value]
-        return ", ".join(parts)

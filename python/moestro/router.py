@@ -60,7 +60,13 @@ def route_weights(
 
 
 def _select(
-    logits: Tensor, k: int, score: str, bias: Tensor | None, num_groups: int, top_groups: int, group_score: str
+    logits: Tensor,
+    k: int,
+    score: str,
+    bias: Tensor | None,
+    num_groups: int,
+    top_groups: int,
+    group_score: str,
 ) -> Tensor:
     """The K best experts of the `top_groups` best groups; ties go to the lower id."""
     scores = _scores(_float(logits.detach()).nan_to_num(nan=-torch.inf), score)
