@@ -70,8 +70,9 @@ Real activate(const Activation& activation, Real gate, Real up, Real* slope_gate
   });
 }
 
-/// tokens[t] = sum over t's slots of weight[slot] * rows[r]
-Array plain_combine(const Array& rows_array, const Array* weights, const std::vector<RoutedRow>& rows,
+}  // namespace
+
+Array plain_combine(const Array& array, const Array* weights, const std::vector<RoutedRow>& rows,
                     const std::vector<std::int64_t>& shape, std::int64_t num_slots, DType dtype) {
   Array tokens(shape);
   std::vector<std::int64_t> row_of(static_cast<std::size_t>(num_slots), -1);
@@ -89,7 +90,7 @@ Array plain_combine(const Array& rows_array, const Array* weights, const std::ve
                               : static_cast<Real>(weights->values[static_cast<std::size_t>(row.slot)]);
       for (std::int64_t c = 0; c < tokens.columns(); ++c) {
         sums[static_cast<std::size_t>(row.token * tokens.columns() + c)] +=
-            weight * static_cast<Real>(rows_array.at(r, c));
+            weight * static_cast<Real>(array.at(r, c));
       }
     }
     for (std::size_t i = 0; i < sums.size(); ++i) {
@@ -99,7 +100,6 @@ Array plain_combine(const Array& rows_array, const Array* weights, const std::ve
   return tokens;
 }
 
-/// rows scaled by their slots' weights and rounded.
 Array scaled(const Array& array, const Array& weights, const std::vector<RoutedRow>& rows, DType dtype) {
   Array result = array;
   for (std::int64_t r = 0; r < array.extent(0); ++r) {
@@ -111,7 +111,22 @@ Array scaled(const Array& array, const Array& weights, const std::vector<RoutedR
   return result;
 }
 
-}  // namespace
+Array plain_row_products(const Array& a, const Array& b, const std::vector<RoutedRow>& rows,
+                         const Array& slots, DType accumulator) {
+  Array result(slots.shape);
+  with_accumulator(accumulator, [&](auto zero) {
+    using Real = decltype(zero);
+    for (std::size_t r = 0; r < rows.size(); ++r) {
+      const auto row = static_cast<std::int64_t>(r);
+      Real sum = 0;
+      for (std::int64_t c = 0; c < a.columns(); ++c) {
+        sum += static_cast<Real>(a.at(row, c)) * static_cast<Real>(b.at(row, c));
+      }
+      result.values[static_cast<std::size_t>(rows[r].slot)] = static_cast<double>(sum);
+    }
+  });
+  return result;
+}
 
 Array gathered(const Array& tokens, const std::vector<RoutedRow>& rows) {
   Array result({static_cast<std::int64_t>(rows.size()), tokens.columns()});
@@ -255,21 +270,8 @@ LayerResult plain_layer(const LayerProblem& problem, DType grad_dtype) {
   Array d_x_rows = plain_grouped_product(d_h, w_up, true, {}, rows, dtype);
 
   // The weight multiplies Y, or x: its gradient is the product of that with the gradient that arrives.
-  const Array& factor = before ? problem.x : y_rows;
-  const Array& arriving = before ? d_x_rows : d_y_gathered;
-  result.d_weights = Array(problem.weights.shape);
-  with_accumulator(real, [&](auto zero) {
-    using Real = decltype(zero);
-    for (std::size_t r = 0; r < rows.size(); ++r) {
-      const auto row = static_cast<std::int64_t>(r);
-      Real sum = 0;
-      for (std::int64_t c = 0; c < config.d_model; ++c) {
-        sum += static_cast<Real>(factor.at(before ? rows[r].token : row, c)) *
-               static_cast<Real>(arriving.at(row, c));
-      }
-      result.d_weights.values[static_cast<std::size_t>(rows[r].slot)] = static_cast<double>(sum);
-    }
-  });
+  result.d_weights = plain_row_products(before ? gathered(problem.x, rows) : y_rows,
+                                        before ? d_x_rows : d_y_gathered, rows, problem.weights, real);
   if (before) d_x_rows = scaled(d_x_rows, problem.weights, rows, dtype);
   result.d_x = plain_combine(d_x_rows, nullptr, rows, problem.x.shape, problem.routing.num_slots(), dtype);
   const std::int64_t num_experts = config.num_experts;

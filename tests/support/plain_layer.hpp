@@ -29,6 +29,14 @@ Array plain_weight_gradient(const Array& a, const Array& b, const std::vector<Ro
                             std::int64_t num_experts, DType accumulator, DType dtype);
 Array plain_bias_gradient(const Array& a, const std::vector<RoutedRow>& rows, std::int64_t num_experts,
                           DType accumulator, DType dtype);
+/// tokens[t] = sum over t's slots of weights[slot] (1 where null) * array[r], of shape `shape`.
+Array plain_combine(const Array& array, const Array* weights, const std::vector<RoutedRow>& rows,
+                    const std::vector<std::int64_t>& shape, std::int64_t num_slots, DType dtype);
+/// Each row times its slot's weight, rounded.
+Array scaled(const Array& array, const Array& weights, const std::vector<RoutedRow>& rows, DType dtype);
+/// d[slot] = <a[r, :], b[r, :]>, 0 at sentinels; `slots` gives the shape.
+Array plain_row_products(const Array& a, const Array& b, const std::vector<RoutedRow>& rows,
+                         const Array& slots, DType accumulator);
 /// Rows of `tokens` [T, d] that the routed rows read.
 Array gathered(const Array& tokens, const std::vector<RoutedRow>& rows);
 /// w_up, b_up or a gradient of them with its rows (axis 1) in the order [gate | up].

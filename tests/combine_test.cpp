@@ -1,0 +1,75 @@
+/// Combine: each token's rows summed in the order of its slots, on every backend.
+#include "moestro/combine.hpp"
+
+#include "support/stage_data.hpp"
+
+namespace moestro::test {
+namespace {
+
+class CombineTest : public BackendSuite {};
+MOESTRO_FOR_EACH_BACKEND(CombineTest);
+
+Array combine(const StageCall& call, bool weighted) {
+  const StageData& data = call.data();
+  const Tensor rows = call.in("rows", data.y_rows);
+  const Tensor weights = call.in_real("weights", data.problem.weights);
+  const Tensor offsets = data.problem.routing.offsets_on(call.device());
+  const Tensor tokens = call.out("tokens", data.problem.x.shape);
+  CombineArgs args;
+  args.rows = rows.view();
+  if (weighted) args.weights = weights.view();
+  args.token_offsets = offsets.view();
+  args.index = call.index();
+  args.tokens = tokens.view();
+  MOESTRO_EXPECT_OK(weighted ? combine_forward(args, call.context())
+                             : combine_backward(args, call.context()));
+  for (const Tensor* input : {&rows, &weights, &offsets}) input->expect_unchanged();
+  return tokens.read();
+}
+
+TEST_P(CombineTest, ForwardAndBackward) {
+  int turn = 0;
+  for_each_stage_data(dtypes(), 4000, [&](const StageData& data) {
+    const DType dtype = data.config().dtype;
+    const StageLayouts layouts = ++turn % 2 == 0 ? StageLayouts{} : hard_layouts(false);
+    for (const bool weighted : {true, false}) {
+      const Array plain = plain_combine(data.head(data.y_rows), weighted ? &data.problem.weights : nullptr,
+                                        data.rows, data.problem.x.shape, data.num_slots(), dtype);
+      EXPECT_TRUE(near_truth(weighted ? "y" : "d_x",
+                             combine(StageCall(backend(), data, dtype, layouts), weighted),
+                             combine(true_call(data), weighted), plain, dtype));
+    }
+  });
+}
+
+// The sum runs over k in order: 2^24 + 1 - 2^24 is 0 in f32 in this order and 1 in others.
+TEST_P(CombineTest, SumsInTheOrderOfSlots) {
+  LayerConfig config;
+  StageData data = stage_data(4100, {1, 5, 1, 3, 3}, config);
+  data.problem.routing.ids = {2, 0, 1};  // rows in the order 1, 2, 0
+  data.rows = sorted_rows(data.problem.routing);
+  data.problem.weights.values = {1, 1, 1};
+  for (std::int64_t c = 0; c < 5; ++c) {
+    data.y_rows.at(2, c) = 16777216;   // slot 0
+    data.y_rows.at(0, c) = 1;          // slot 1
+    data.y_rows.at(1, c) = -16777216;  // slot 2
+  }
+  for (const bool weighted : {true, false}) {
+    const Array y = combine(StageCall(backend(), data, DType::kF32), weighted);
+    for (std::int64_t c = 0; c < 5; ++c) EXPECT_EQ(y.at(0, c), is_reference() ? 1.0 : 0.0);
+  }
+}
+
+TEST_P(CombineTest, SentinelsAreSkippedWhateverTheirWeight) {
+  LayerConfig config;
+  StageData data = stage_data(4200, {60, 9, 1, 5, 4}, config, {.sentinels = 0.5});
+  const Array expected = combine(StageCall(backend(), data, DType::kF32), true);
+  for (std::size_t slot = 0; slot < data.problem.routing.ids.size(); ++slot) {
+    const std::int64_t id = data.problem.routing.ids[slot];
+    if (id < 0 || id >= 5) data.problem.weights.values[slot] = NAN;
+  }
+  EXPECT_TRUE(equal_values("y", combine(StageCall(backend(), data, DType::kF32), true), expected));
+}
+
+}  // namespace
+}  // namespace moestro::test
