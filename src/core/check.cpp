@@ -39,7 +39,10 @@ void canonicalize(TensorView* view, Strides strides) {
   if (is_transposed && view->extent[last] <= 1) view->stride[last] = view->extent[last - 1];
   for (int axis = last - 1; axis >= 0; --axis) {
     if (is_transposed && axis == last - 1) continue;
-    if (view->extent[axis] <= 1) view->stride[axis] = view->extent[axis + 1] * view->stride[axis + 1];
+    const int outermost_inner = is_transposed ? last : axis + 1;  // the one whose steps are longest
+    if (view->extent[axis] <= 1) {
+      view->stride[axis] = view->extent[outermost_inner] * view->stride[outermost_inner];
+    }
   }
 }
 
