@@ -29,8 +29,8 @@ void forward_row(std::int64_t count, const Real* __restrict gate, [[maybe_unused
 
 template <ActivationKind kKind, class Real>
 void backward_row(std::int64_t count, const Real* __restrict gate, [[maybe_unused]] const Real* __restrict up,
-                  const Real* __restrict d_a, Real limit, Real alpha, Real* __restrict a, Real* __restrict d_gate,
-                  [[maybe_unused]] Real* __restrict d_up) {
+                  const Real* __restrict d_a, Real limit, Real alpha, Real* __restrict a,
+                  Real* __restrict d_gate, [[maybe_unused]] Real* __restrict d_up) {
   vectorized([=] {
     for (std::int64_t j = 0; j < count; ++j) {
       if constexpr (is_gated(kKind)) {
@@ -53,20 +53,21 @@ void forward(const ActivationForwardArgs& args, const Context& ctx) {
   const ActivationRows<Real> rows = activation_rows<Real>(args.activation.kind);
   const std::int64_t width = args.a.extent[1];
   const bool gated = is_gated(args.activation.kind);
-  parallel_ranges(num_workers(ctx), args.a.extent[0], kGrain, [&](std::int64_t first, std::int64_t last, int) {
-    Real gate[kBlock], up[kBlock], a[kBlock];
-    for (std::int64_t r = first; r < last; ++r) {
-      const T* h = static_cast<const T*>(args.h.data) + r * args.h.stride[0];
-      T* out = static_cast<T*>(args.a.data) + r * args.a.stride[0];
-      for (std::int64_t j = 0; j < width; j += kBlock) {
-        const std::int64_t count = std::min(kBlock, width - j);
-        convert_row(count, h + j, gate);
-        if (gated) convert_row(count, h + width + j, up);
-        rows.forward(count, gate, up, args.activation.limit, args.activation.alpha, a);
-        convert_row(count, a, out + j);
-      }
-    }
-  });
+  parallel_ranges(num_workers(ctx), args.a.extent[0], kGrain,
+                  [&](std::int64_t first, std::int64_t last, int) {
+                    Real gate[kBlock], up[kBlock], a[kBlock];
+                    for (std::int64_t r = first; r < last; ++r) {
+                      const T* h = static_cast<const T*>(args.h.data) + r * args.h.stride[0];
+                      T* out = static_cast<T*>(args.a.data) + r * args.a.stride[0];
+                      for (std::int64_t j = 0; j < width; j += kBlock) {
+                        const std::int64_t count = std::min(kBlock, width - j);
+                        convert_row(count, h + j, gate);
+                        if (gated) convert_row(count, h + width + j, up);
+                        rows.forward(count, gate, up, args.activation.limit, args.activation.alpha, a);
+                        convert_row(count, a, out + j);
+                      }
+                    }
+                  });
 }
 
 template <class T>
@@ -75,23 +76,25 @@ void backward(const ActivationBackwardArgs& args, const Context& ctx) {
   const ActivationRows<Real> rows = activation_rows<Real>(args.activation.kind);
   const std::int64_t width = args.d_a.extent[1];
   const bool gated = is_gated(args.activation.kind);
-  parallel_ranges(num_workers(ctx), args.d_a.extent[0], kGrain, [&](std::int64_t first, std::int64_t last, int) {
-    Real gate[kBlock], up[kBlock], d_a[kBlock], a[kBlock], d_gate[kBlock], d_up[kBlock];
-    for (std::int64_t r = first; r < last; ++r) {
-      const T* h = static_cast<const T*>(args.h.data) + r * args.h.stride[0];
-      const T* d_out = static_cast<const T*>(args.d_a.data) + r * args.d_a.stride[0];
-      T* d_h = static_cast<T*>(args.d_h.data) + r * args.d_h.stride[0];
-      for (std::int64_t j = 0; j < width; j += kBlock) {
-        const std::int64_t count = std::min(kBlock, width - j);
-        convert_row(count, h + j, gate);
-        if (gated) convert_row(count, h + width + j, up);
-        convert_row(count, d_out + j, d_a);
-        rows.backward(count, gate, up, d_a, args.activation.limit, args.activation.alpha, a, d_gate, d_up);
-        convert_row(count, d_gate, d_h + j);
-        if (gated) convert_row(count, d_up, d_h + width + j);
-      }
-    }
-  });
+  parallel_ranges(num_workers(ctx), args.d_a.extent[0], kGrain,
+                  [&](std::int64_t first, std::int64_t last, int) {
+                    Real gate[kBlock], up[kBlock], d_a[kBlock], a[kBlock], d_gate[kBlock], d_up[kBlock];
+                    for (std::int64_t r = first; r < last; ++r) {
+                      const T* h = static_cast<const T*>(args.h.data) + r * args.h.stride[0];
+                      const T* d_out = static_cast<const T*>(args.d_a.data) + r * args.d_a.stride[0];
+                      T* d_h = static_cast<T*>(args.d_h.data) + r * args.d_h.stride[0];
+                      for (std::int64_t j = 0; j < width; j += kBlock) {
+                        const std::int64_t count = std::min(kBlock, width - j);
+                        convert_row(count, h + j, gate);
+                        if (gated) convert_row(count, h + width + j, up);
+                        convert_row(count, d_out + j, d_a);
+                        rows.backward(count, gate, up, d_a, args.activation.limit, args.activation.alpha, a,
+                                      d_gate, d_up);
+                        convert_row(count, d_gate, d_h + j);
+                        if (gated) convert_row(count, d_up, d_h + width + j);
+                      }
+                    }
+                  });
 }
 
 }  // namespace

@@ -13,8 +13,8 @@ struct ActivationRows {
   void (*forward)(std::int64_t count, const Real* gate, const Real* up, Real limit, Real alpha, Real* a);
 
   /// a = act(gate, up), d_gate = da * slope by gate, d_up = da * slope by up (not written by ungated kinds).
-  void (*backward)(std::int64_t count, const Real* gate, const Real* up, const Real* d_a, Real limit, Real alpha,
-                   Real* a, Real* d_gate, Real* d_up);
+  void (*backward)(std::int64_t count, const Real* gate, const Real* up, const Real* d_a, Real limit,
+                   Real alpha, Real* a, Real* d_gate, Real* d_up);
 };
 
 template <class Real>

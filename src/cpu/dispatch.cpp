@@ -1,10 +1,10 @@
-/// Dispatch on the CPU: the index without a sort. Tokens are cut into blocks; both builders count every block's rows
-/// by expert, scan the counts into each block's first row of each expert, and place the rows.
+/// Dispatch on the CPU: the index without a sort. Tokens are cut into blocks; both builders count every
+/// block's rows by expert, scan the counts into each block's first row of each expert, and place the rows.
 ///
-/// kHistogram counts and places slot by slot. kDenseMap is MoEBlaze's way (arXiv 2601.05296, section 4): a dense
-/// token-expert map (step 1), its column sums as expert lengths (step 2), and a column-wise scan that turns the map
-/// into the location map (step 3); here over tiles of tokens that stay in L2, so that the map is never T x E large.
-/// Its entries count, so a token that names an expert twice keeps both rows.
+/// kHistogram counts and places slot by slot. kDenseMap is MoEBlaze's way (arXiv 2601.05296, section 4): a
+/// dense token-expert map (step 1), its column sums as expert lengths (step 2), and a column-wise scan that
+/// turns the map into the location map (step 3); here over tiles of tokens that stay in L2, so that the map
+/// is never T x E large. Its entries count, so a token that names an expert twice keeps both rows.
 #include "moestro/dispatch.hpp"
 
 #include <algorithm>
@@ -25,7 +25,9 @@ std::int64_t num_blocks(std::int64_t num_tokens, int workers) {
       1, std::min<std::int64_t>(4 * static_cast<std::int64_t>(workers), num_tokens / kLeastTokens));
 }
 
-std::int64_t map_tokens(std::int64_t num_experts) { return std::max<std::int64_t>(1, kMapEntries / num_experts); }
+std::int64_t map_tokens(std::int64_t num_experts) {
+  return std::max<std::int64_t>(1, kMapEntries / num_experts);
+}
 
 /// Scratch: counts[block][expert], valid slots of each block, and a map tile for each worker.
 struct Layout {
@@ -38,13 +40,15 @@ struct Layout {
   std::size_t entries;
 };
 
-/// The slots of a routing: token t owns [begin(t), begin(t + 1)).
+/// The slots of a routing. Offsets of a ragged one that overlap or run out of the list are cut, never
+/// followed: token t owns the slots from begin(t) to begin(t + 1), where begin is the largest offset so far.
 template <class Id>
 class Slots {
  public:
   Slots(const DispatchArgs& args, std::int64_t num_tokens)
       : ids_(static_cast<const Id*>(args.expert_ids.data)),
         num_experts_(static_cast<std::uint64_t>(args.num_experts)),
+        num_slots_(args.expert_ids.numel()),
         token_stride_(args.expert_ids.stride[0]),
         num_tokens_(num_tokens) {
     if (args.token_offsets.present()) {
@@ -56,9 +60,12 @@ class Slots {
       slot_stride_ = args.expert_ids.stride[1];
     }
   }
-  std::int64_t num_tokens() const { return num_tokens_; }
+
   std::int64_t begin(std::int64_t token) const {
-    return offsets_ != nullptr ? offsets_[token * offset_stride_] : token * top_k_;
+    if (offsets_ == nullptr) return token * top_k_;
+    std::int64_t slot = 0;
+    for (std::int64_t t = 0; t <= token; ++t) slot = std::max(slot, offset(t));
+    return slot;
   }
 
   /// visit(token, slot, expert) for the tokens [first, last) in order; expert is -1 at a sentinel.
@@ -66,7 +73,7 @@ class Slots {
   void each(std::int64_t first, std::int64_t last, Visit&& visit) const {
     std::int64_t slot = begin(first);
     for (std::int64_t token = first; token < last; ++token) {
-      const std::int64_t end = begin(token + 1);
+      const std::int64_t end = offsets_ != nullptr ? offset(token + 1) : slot + top_k_;
       const Id* id = offsets_ != nullptr ? ids_ + slot * slot_stride_ : ids_ + token * token_stride_;
       for (; slot < end; ++slot, id += slot_stride_) {
         const bool valid = static_cast<std::uint64_t>(static_cast<std::int64_t>(*id)) < num_experts_;
@@ -75,9 +82,22 @@ class Slots {
     }
   }
 
+  /// Slots that no token owns are sentinels.
+  void clear_unclaimed(std::int32_t* token_index_map) const {
+    if (offsets_ == nullptr) return;
+    std::fill_n(token_index_map, begin(0), -1);
+    const std::int64_t end = begin(num_tokens_);
+    std::fill_n(token_index_map + end, num_slots_ - end, -1);
+  }
+
  private:
+  std::int64_t offset(std::int64_t t) const {
+    return std::clamp<std::int64_t>(offsets_[t * offset_stride_], 0, num_slots_);
+  }
+
   const Id* ids_;
   std::uint64_t num_experts_;
+  std::int64_t num_slots_;
   std::int64_t token_stride_;
   std::int64_t num_tokens_;
   const std::int32_t* offsets_ = nullptr;
@@ -249,7 +269,8 @@ void build(const DispatchArgs& args, std::int64_t num_tokens, const Layout& layo
     const std::int64_t first = first_token(block);
     const std::int64_t last = first_token(block + 1);
     if (dense) {
-      place_map(slots, first, last, num_experts, maps + worker * layout.map_size, counts + block * line, index);
+      place_map(slots, first, last, num_experts, maps + worker * layout.map_size, counts + block * line,
+                index);
     } else {
       place_slots(slots, first, last, num_experts, counts + block * line, index);
     }
@@ -257,6 +278,7 @@ void build(const DispatchArgs& args, std::int64_t num_tokens, const Layout& layo
 
   const std::int64_t num_slots = args.expert_ids.numel();
   const std::int64_t num_rows = index.expert_token_offsets[num_experts];
+  slots.clear_unclaimed(index.token_index_map);
   std::fill_n(index.expert_token_indices + num_rows, num_slots - num_rows, 0);
   if (index.token_expert_indices != nullptr) {
     std::fill_n(index.token_expert_indices + num_rows, num_slots - num_rows, 0);
@@ -270,15 +292,16 @@ void store_row_weights(const RowWeightsArgs& args, const Context& ctx) {
   const std::int64_t top_k = args.weights.rank == 2 ? args.weights.extent[1] : 1;
   const std::int64_t slot_stride = args.weights.rank == 2 ? args.weights.stride[1] : 0;
   auto* to = static_cast<Real*>(args.row_weights.data);
-  parallel_ranges(num_workers(ctx), args.weights.extent[0], 4096, [&](std::int64_t first, std::int64_t last, int) {
-    for (std::int64_t token = first; token < last; ++token) {
-      const Real* from = static_cast<const Real*>(args.weights.data) + token * args.weights.stride[0];
-      for (std::int64_t k = 0; k < top_k; ++k) {
-        const std::int32_t row = args.index.token_index_map[token * top_k + k];
-        if (row >= 0) to[row] = from[k * slot_stride];
-      }
-    }
-  });
+  parallel_ranges(
+      num_workers(ctx), args.weights.extent[0], 4096, [&](std::int64_t first, std::int64_t last, int) {
+        for (std::int64_t token = first; token < last; ++token) {
+          const Real* from = static_cast<const Real*>(args.weights.data) + token * args.weights.stride[0];
+          for (std::int64_t k = 0; k < top_k; ++k) {
+            const std::int32_t row = args.index.token_index_map[token * top_k + k];
+            if (row >= 0) to[row] = from[k * slot_stride];
+          }
+        }
+      });
 }
 
 }  // namespace
@@ -294,8 +317,9 @@ Status dispatch_forward(const DispatchArgs& args, const Context& ctx) {
   const Layout layout(num_tokens, args.num_experts, num_workers(ctx));
   const std::size_t needed = layout.entries * sizeof(std::int32_t);
   if (ctx.workspace_bytes < needed) {
-    return Status::error(StatusCode::kInvalidArgument, "dispatch_forward: workspace is %zu bytes, expected %zu",
-                         ctx.workspace_bytes, needed);
+    return Status::error(StatusCode::kInvalidArgument,
+                         "dispatch_forward: workspace is %zu bytes, expected %zu", ctx.workspace_bytes,
+                         needed);
   }
   if (args.expert_ids.dtype == DType::kI64) {
     build<std::int64_t>(args, num_tokens, layout, ctx);

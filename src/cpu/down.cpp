@@ -1,9 +1,10 @@
-/// Down on the CPU, and the heart of backward: a task gathers dY for a tile of one expert's rows, multiplies it
-/// with W2 and, while the tile is in cache, recomputes A from H and finishes dS, dH and A'.
+/// Down on the CPU, and the heart of backward: a task gathers dY for a tile of one expert's rows, multiplies
+/// it with W2 and, while the tile is in cache, recomputes A from H and finishes dS, dH and A'.
 ///
 /// A is rounded to its storage type wherever it is recomputed, so that every save policy gives the same bits.
 #include "moestro/down.hpp"
 
+#include "common/element_access.hpp"
 #include "cpu/activation_rows.hpp"
 #include "cpu/stages.hpp"
 #include "cpu/tiles.hpp"
@@ -14,7 +15,8 @@ namespace {
 constexpr int kLanes = 16;  // partial sums of a dot product, in an order that no instruction set changes
 
 template <class Real>
-void add_products(std::int64_t count, const Real* __restrict a, const Real* __restrict b, Real* __restrict sums) {
+void add_products(std::int64_t count, const Real* __restrict a, const Real* __restrict b,
+                  Real* __restrict sums) {
   vectorized([=] {
     std::int64_t j = 0;
     Real lane[kLanes];
@@ -64,7 +66,8 @@ Status forward(const DownForwardArgs& args, const Context& ctx) {
     if (bias != nullptr) {
       Real add[kColumnTile];
       for (std::int64_t j = 0; j < count; ++j) {
-        add[j] = converted<Real>(bias[tile.expert * args.b_down.stride[0] + (j0 + j) * args.b_down.stride[1]]);
+        add[j] =
+            converted<Real>(bias[tile.expert * args.b_down.stride[0] + (j0 + j) * args.b_down.stride[1]]);
       }
       const Real* __restrict line = add;
       for (std::int64_t i = 0; i < tile.count; ++i) {
@@ -74,30 +77,33 @@ Status forward(const DownForwardArgs& args, const Context& ctx) {
         });
       }
     }
-    for (std::int64_t i = 0; !in_place && i < tile.count; ++i) convert_row(count, c + i * c_stride, out + i * out_stride);
+    for (std::int64_t i = 0; !in_place && i < tile.count; ++i)
+      convert_row(count, c + i * c_stride, out + i * out_stride);
   });
   return {};
 }
 
 /// dS[r] from row order to slot order; 0 at sentinels.
 template <class Real>
-void store_slot_gradients(const Context& ctx, const Index& index, const Real* row_sums, const TensorView& d_weights) {
+void store_slot_gradients(const Context& ctx, const Index& index, const Real* row_sums,
+                          const TensorView& d_weights) {
   const std::int64_t top_k = d_weights.rank == 2 ? d_weights.extent[1] : 1;
   const std::int64_t slot_stride = d_weights.rank == 2 ? d_weights.stride[1] : 0;
-  parallel_ranges(num_workers(ctx), d_weights.extent[0], 4096, [&](std::int64_t first, std::int64_t last, int) {
-    for (std::int64_t token = first; token < last; ++token) {
-      for (std::int64_t k = 0; k < top_k; ++k) {
-        const std::int32_t row = index.token_index_map[token * top_k + k];
-        const Real value = row < 0 ? Real(0) : row_sums[row];
-        const std::int64_t at = token * d_weights.stride[0] + k * slot_stride;
-        if (d_weights.dtype == DType::kF64) {
-          static_cast<double*>(d_weights.data)[at] = static_cast<double>(value);
-        } else {
-          static_cast<float*>(d_weights.data)[at] = static_cast<float>(value);
-        }
-      }
-    }
-  });
+  parallel_ranges(num_workers(ctx), d_weights.extent[0], 4096,
+                  [&](std::int64_t first, std::int64_t last, int) {
+                    for (std::int64_t token = first; token < last; ++token) {
+                      for (std::int64_t k = 0; k < top_k; ++k) {
+                        const std::int32_t row = index.token_index_map[token * top_k + k];
+                        const Real value = row < 0 ? Real(0) : row_sums[row];
+                        const std::int64_t at = token * d_weights.stride[0] + k * slot_stride;
+                        if (d_weights.dtype == DType::kF64) {
+                          static_cast<double*>(d_weights.data)[at] = static_cast<double>(value);
+                        } else {
+                          static_cast<float*>(d_weights.data)[at] = static_cast<float>(value);
+                        }
+                      }
+                    }
+                  });
 }
 
 template <class T>
@@ -108,14 +114,14 @@ Status backward(const DownBackwardArgs& args, const Context& ctx) {
   const std::int64_t model = args.w_down.extent[1];
   const std::int64_t hidden = args.w_down.extent[2];
   const bool gated = is_gated(args.activation.kind);
-  const bool interleaved = gated && args.gate_layout == GateLayout::kInterleaved;
   const bool before = args.weight_position == WeightPosition::kBefore;
   const int lines = gated ? 2 : 1;
   const Workspace workspace(ctx, args.h.extent[0], num_experts, args.d_y.dtype);
   MOESTRO_RETURN_IF_ERROR(workspace.check("down_backward"));
 
   const RowTiles tiles(args.index, num_experts, workspace.first_tile());
-  const Rows<T> d_y{static_cast<const T*>(args.d_y.data), args.d_y.stride[0], args.index.expert_token_indices};
+  const Rows<T> d_y{static_cast<const T*>(args.d_y.data), args.d_y.stride[0],
+                    args.index.expert_token_indices};
   const ActivationRows<Real> activation = activation_rows<Real>(args.activation.kind);
   const auto* row_weights = static_cast<const Real*>(args.row_weights.data);
   const auto* b_up = before ? data_of<const T>(args.b_up) : nullptr;
@@ -135,7 +141,8 @@ Status backward(const DownBackwardArgs& args, const Context& ctx) {
       for (std::int64_t j0 = 0; j0 < model; j0 += kColumnTile) {
         const std::int64_t count = std::min(kColumnTile, model - j0);
         for (std::int64_t j = 0; j < count; ++j) {
-          bias[j] = converted<Real>(b_down[tile.expert * args.b_down.stride[0] + (j0 + j) * args.b_down.stride[1]]);
+          bias[j] =
+              converted<Real>(b_down[tile.expert * args.b_down.stride[0] + (j0 + j) * args.b_down.stride[1]]);
         }
         for (std::int64_t i = 0; i < tile.count; ++i) {
           convert_row(count, rows.row(i) + j0, line);
@@ -154,8 +161,9 @@ Status backward(const DownBackwardArgs& args, const Context& ctx) {
       multiply_rows(scratch, rows, tile.count, w, count, model, scratch.tile, count);
       for (int line = 0; b_up != nullptr && line < lines; ++line) {
         for (std::int64_t j = 0; j < count; ++j) {
-          const std::int64_t at = interleaved ? 2 * (j0 + j) + line : line * hidden + j0 + j;
-          biases[line][j] = converted<Real>(b_up[tile.expert * args.b_up.stride[0] + at * args.b_up.stride[1]]);
+          const std::int64_t at = w_up_row(line * hidden + j0 + j, hidden, gated, args.gate_layout);
+          biases[line][j] =
+              converted<Real>(b_up[tile.expert * args.b_up.stride[0] + at * args.b_up.stride[1]]);
         }
       }
       for (std::int64_t i = 0; i < tile.count; ++i) {
@@ -173,8 +181,8 @@ Status backward(const DownBackwardArgs& args, const Context& ctx) {
             });
           }
         }
-        activation.backward(count, pre[0], pre[1], g, args.activation.limit, args.activation.alpha, a_line, slopes[0],
-                            slopes[1]);
+        activation.backward(count, pre[0], pre[1], g, args.activation.limit, args.activation.alpha, a_line,
+                            slopes[0], slopes[1]);
         if (args.a.present()) {
           convert_row(count, static_cast<const T*>(args.a.data) + row * args.a.stride[0] + j0, a_line);
         } else if constexpr (!std::is_same_v<T, Real>) {
@@ -190,12 +198,14 @@ Status backward(const DownBackwardArgs& args, const Context& ctx) {
             add_products(count, slopes[line], h_line, sums[i]);
           }
           if (args.d_h_bias.present()) {
-            convert_row(count, slopes[line],
-                        static_cast<T*>(args.d_h_bias.data) + row * args.d_h_bias.stride[0] + line * hidden + j0);
+            convert_row(
+                count, slopes[line],
+                static_cast<T*>(args.d_h_bias.data) + row * args.d_h_bias.stride[0] + line * hidden + j0);
           }
           if (args.d_h.present()) {
             const Real* __restrict slope = slopes[line];
-            T* __restrict out = static_cast<T*>(args.d_h.data) + row * args.d_h.stride[0] + line * hidden + j0;
+            T* __restrict out =
+                static_cast<T*>(args.d_h.data) + row * args.d_h.stride[0] + line * hidden + j0;
             vectorized([=] {
               for (std::int64_t j = 0; j < count; ++j) out[j] = converted<T>(scale * slope[j]);
             });
@@ -219,7 +229,8 @@ Status backward(const DownBackwardArgs& args, const Context& ctx) {
 
 template <class T>
 Status weight_backward(const DownWeightBackwardArgs& args, const Context& ctx) {
-  const Rows<T> d_y{static_cast<const T*>(args.d_y.data), args.d_y.stride[0], args.index.expert_token_indices};
+  const Rows<T> d_y{static_cast<const T*>(args.d_y.data), args.d_y.stride[0],
+                    args.index.expert_token_indices};
   if (args.d_w_down.present()) {
     const Workspace workspace(ctx, args.a_scaled.extent[0], args.d_w_down.extent[0], args.d_y.dtype);
     MOESTRO_RETURN_IF_ERROR(workspace.check("down_weight_backward"));
@@ -227,7 +238,8 @@ Status weight_backward(const DownWeightBackwardArgs& args, const Context& ctx) {
     weight_gradient(ctx, workspace, args.index, d_y, a, args.d_w_down, args.accumulate);
   }
   if (args.d_b_down.present()) {
-    bias_gradient(ctx, args.index, d_y, data_of<const Acc<T>>(args.row_weights), args.d_b_down, args.accumulate);
+    bias_gradient(ctx, args.index, d_y, data_of<const Acc<T>>(args.row_weights), args.d_b_down,
+                  args.accumulate);
   }
   return {};
 }

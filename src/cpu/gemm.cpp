@@ -22,24 +22,28 @@ void use_one_blas_thread() {
   });
 }
 
-CBLAS_TRANSPOSE transpose(bool transposed) { return transposed ? CblasTrans : CblasNoTrans; }
-int narrow(std::int64_t value) { return static_cast<int>(value); }
+CBLAS_TRANSPOSE transpose(bool transposed) {
+  return transposed ? CblasTrans : CblasNoTrans;
+}
+int narrow(std::int64_t value) {
+  return static_cast<int>(value);
+}
 
 }  // namespace
 
 void gemm(std::int64_t m, std::int64_t n, std::int64_t k, GemmOperand<float> a, GemmOperand<float> b,
           bool accumulate, float* c, std::int64_t c_stride) {
   use_one_blas_thread();
-  cblas_sgemm(CblasRowMajor, transpose(a.transposed), transpose(b.transposed), narrow(m), narrow(n), narrow(k),
-              1.0F, a.data, narrow(a.stride), b.data, narrow(b.stride), accumulate ? 1.0F : 0.0F, c,
-              narrow(c_stride));
+  cblas_sgemm(CblasRowMajor, transpose(a.transposed), transpose(b.transposed), narrow(m), narrow(n),
+              narrow(k), 1.0F, a.data, narrow(a.stride), b.data, narrow(b.stride), accumulate ? 1.0F : 0.0F,
+              c, narrow(c_stride));
 }
 
 void gemm(std::int64_t m, std::int64_t n, std::int64_t k, GemmOperand<double> a, GemmOperand<double> b,
           bool accumulate, double* c, std::int64_t c_stride) {
   use_one_blas_thread();
-  cblas_dgemm(CblasRowMajor, transpose(a.transposed), transpose(b.transposed), narrow(m), narrow(n), narrow(k),
-              1.0, a.data, narrow(a.stride), b.data, narrow(b.stride), accumulate ? 1.0 : 0.0, c,
+  cblas_dgemm(CblasRowMajor, transpose(a.transposed), transpose(b.transposed), narrow(m), narrow(n),
+              narrow(k), 1.0, a.data, narrow(a.stride), b.data, narrow(b.stride), accumulate ? 1.0 : 0.0, c,
               narrow(c_stride));
 }
 

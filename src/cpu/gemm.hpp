@@ -5,8 +5,8 @@
 
 namespace moestro::cpu {
 
-/// A matrix in row-major order that a product reads: element (i, j) at data[i * stride + j], or, transposed, at
-/// data[j * stride + i].
+/// A matrix in row-major order that a product reads: element (i, j) at data[i * stride + j], or, transposed,
+/// at data[j * stride + i].
 template <class Real>
 struct GemmOperand {
   const Real* data;

@@ -32,6 +32,8 @@ Isa isa() {
   return chosen;
 }
 
-const char* isa_name(Isa level) { return kNames[static_cast<int>(level)]; }
+const char* isa_name(Isa level) {
+  return kNames[static_cast<int>(level)];
+}
 
 }  // namespace moestro::cpu

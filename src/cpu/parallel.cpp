@@ -1,7 +1,7 @@
-/// Workers sleep on a condition variable between loops after a short wait for the next one, so that they do not
-/// take processors from other libraries' threads. A worker joins a loop that is open and takes tasks until none
-/// is left; the caller closes the loop when the tasks are gone and waits only for workers inside it, so a worker
-/// that the kernel schedules late delays nobody.
+/// Workers sleep on a condition variable between loops after a short wait for the next one, so that they do
+/// not take processors from other libraries' threads. A worker joins a loop that is open and takes tasks
+/// until none is left; the caller closes the loop when the tasks are gone and waits only for workers inside
+/// it, so a worker that the kernel schedules late delays nobody.
 #include "cpu/parallel.hpp"
 
 #include <pthread.h>
@@ -138,7 +138,8 @@ int num_workers(const Context& ctx) {
   return processors;
 }
 
-void run_tasks(int workers, std::int64_t num_tasks, void (*function)(void*, std::int64_t, int), void* argument) {
+void run_tasks(int workers, std::int64_t num_tasks, void (*function)(void*, std::int64_t, int),
+               void* argument) {
   if (num_tasks < workers) workers = static_cast<int>(num_tasks);
   if (workers <= 1) {
     for (std::int64_t task = 0; task < num_tasks; ++task) function(argument, task, 0);

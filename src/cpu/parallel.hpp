@@ -16,7 +16,8 @@ int num_workers(const Context& ctx);
 
 /// Runs function(argument, task, worker) for every task in [0, num_tasks) on at most `workers` threads, of
 /// which the caller is worker 0. Returns when all are done. One loop runs at a time; a second caller waits.
-void run_tasks(int workers, std::int64_t num_tasks, void (*function)(void*, std::int64_t, int), void* argument);
+void run_tasks(int workers, std::int64_t num_tasks, void (*function)(void*, std::int64_t, int),
+               void* argument);
 
 /// body(task, worker), worker in [0, workers).
 template <class Body>

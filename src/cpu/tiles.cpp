@@ -7,15 +7,14 @@
 namespace moestro::cpu {
 namespace {
 
-std::size_t aligned(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
-
-/// A stride along a dimension of extent 1 means nothing: take it as unit.
-std::int64_t stride_of(std::int64_t stride, std::int64_t extent) { return extent == 1 ? 1 : stride; }
+std::size_t aligned(std::size_t bytes) {
+  return (bytes + 255) / 256 * 256;
+}
 
 /// The rows as an operand of a product, in place where that can be, else copied to `to`.
 template <class T>
-GemmOperand<Acc<T>> rows_operand(const Rows<T>& rows, std::int64_t num_rows, std::int64_t first, std::int64_t count,
-                                 bool transposed, Acc<T>* to) {
+GemmOperand<Acc<T>> rows_operand(const Rows<T>& rows, std::int64_t num_rows, std::int64_t first,
+                                 std::int64_t count, bool transposed, Acc<T>* to) {
   if constexpr (std::is_same_v<T, Acc<T>>) {
     const std::int64_t stride = num_rows == 1 ? count : rows.stride;
     if (rows.index == nullptr && rows.interleave == 0 && gemm_takes_stride(stride, count)) {
@@ -29,26 +28,14 @@ GemmOperand<Acc<T>> rows_operand(const Rows<T>& rows, std::int64_t num_rows, std
 /// W^T [k, n] as an operand, in place or copied to `to` in the order in which it lies.
 template <class T>
 GemmOperand<Acc<T>> weight_operand(const Weight<T>& w, std::int64_t n, std::int64_t k, Acc<T>* to) {
-  const std::int64_t n_stride = stride_of(w.n_stride, n);
-  const std::int64_t k_stride = stride_of(w.k_stride, k);
-  const bool transposed = k_stride == 1;  // rows of W lie along k, so W^T is the transposed one
+  const bool transposed = w.k_stride == 1;  // W's lines lie along k, so W^T is the transposed one
   const std::int64_t length = transposed ? k : n;
   const std::int64_t lines = transposed ? n : k;
-  const std::int64_t line_stride = lines == 1 ? length : (transposed ? n_stride : k_stride);
+  const std::int64_t stride = transposed ? w.n_stride : w.k_stride;
   if constexpr (std::is_same_v<T, Acc<T>>) {
-    if ((transposed || n_stride == 1) && gemm_takes_stride(line_stride, length)) {
-      return {w.data, line_stride, transposed};
-    }
+    if (gemm_takes_stride(stride, length)) return {w.data, stride, transposed};
   }
-  const std::int64_t step = transposed ? 1 : n_stride;
-  for (std::int64_t i = 0; i < lines; ++i) {
-    const T* from = w.data + i * line_stride;
-    if (step == 1) {
-      convert_row(length, from, to + i * length);
-    } else {
-      for (std::int64_t j = 0; j < length; ++j) to[i * length + j] = converted<Acc<T>>(from[j * step]);
-    }
-  }
+  for (std::int64_t i = 0; i < lines; ++i) convert_row(length, w.data + i * stride, to + i * length);
   return {to, length, transposed};
 }
 
@@ -97,7 +84,8 @@ Status Workspace::check(const char* stage) const {
 }
 
 template <class T>
-void copy_tile(const Rows<T>& rows, std::int64_t num_rows, std::int64_t first, std::int64_t count, Acc<T>* to) {
+void copy_tile(const Rows<T>& rows, std::int64_t num_rows, std::int64_t first, std::int64_t count,
+               Acc<T>* to) {
   for (std::int64_t i = 0; i < num_rows; ++i, to += count) {
     const T* from = rows.row(i);
     if (rows.interleave == 0) {
@@ -120,7 +108,8 @@ void multiply_rows(const Scratch<Acc<T>>& scratch, const Rows<T>& a, std::int64_
     for (std::int64_t n0 = 0; n0 < n; n0 += kColumnTile) {
       const std::int64_t columns = std::min(kColumnTile, n - n0);
       const Weight<T> block{w.data + n0 * w.n_stride + k0 * w.k_stride, w.n_stride, w.k_stride};
-      gemm(m, columns, depth, left, weight_operand(block, columns, depth, scratch.right), k0 > 0, c + n0, c_stride);
+      gemm(m, columns, depth, left, weight_operand(block, columns, depth, scratch.right), k0 > 0, c + n0,
+           c_stride);
     }
   }
 }
@@ -130,10 +119,9 @@ void multiply_transposed(const Scratch<Acc<T>>& scratch, const Rows<T>& left, st
                          std::int64_t m, const Rows<T>& right, std::int64_t right_first, std::int64_t n,
                          std::int64_t num_rows, GradientTile out) {
   const DType real = accumulation_dtype(std::is_same_v<T, double> ? DType::kF64 : DType::kF32);
-  const std::int64_t out_stride = m == 1 ? n : out.i_stride;
-  const bool direct = out.dtype == real && stride_of(out.j_stride, n) == 1 && gemm_takes_stride(out_stride, n);
+  const bool direct = out.dtype == real && out.j_stride == 1 && gemm_takes_stride(out.i_stride, n);
   Acc<T>* c = direct ? static_cast<Acc<T>*>(out.data) : scratch.tile;
-  const std::int64_t c_stride = direct ? out_stride : n;
+  const std::int64_t c_stride = direct ? out.i_stride : n;
   const bool add = direct && out.accumulate;
   for (std::int64_t r = 0; r < num_rows; r += kRowTile) {
     const std::int64_t rows = std::min(kRowTile, num_rows - r);
@@ -155,7 +143,7 @@ template <class T>
 void weight_gradient(const Context& ctx, const Workspace& workspace, const Index& index, const Rows<T>& left,
                      const Rows<T>& right, const TensorView& d_w, bool accumulate) {
   // Memory order decides which side gives the rows of the product, so that its stores run along memory.
-  const bool swap = stride_of(d_w.stride[2], d_w.extent[2]) != 1 && stride_of(d_w.stride[1], d_w.extent[1]) == 1;
+  const bool swap = d_w.stride[2] != 1;
   const int i_axis = swap ? 2 : 1;
   const int j_axis = swap ? 1 : 2;
   const Rows<T>& i_rows = swap ? right : left;
@@ -192,7 +180,8 @@ void bias_gradient(const Context& ctx, const Index& index, const Rows<T>& rows, 
     const std::int64_t count = std::min(kBlock, width - j0);
     Real sum[kBlock] = {};
     Real line[kBlock];
-    for (std::int64_t r = index.expert_token_offsets[expert]; r < index.expert_token_offsets[expert + 1]; ++r) {
+    for (std::int64_t r = index.expert_token_offsets[expert]; r < index.expert_token_offsets[expert + 1];
+         ++r) {
       copy_tile(rows.from(r), 1, j0, count, line);
       const Real factor = scale != nullptr ? scale[r] : Real(1);
       vectorized([&sum, &line, count, factor] {
@@ -213,14 +202,14 @@ void bias_gradient(const Context& ctx, const Index& index, const Rows<T>& rows, 
   });
 }
 
-#define MOESTRO_INSTANTIATE(T)                                                                                   \
-  template void copy_tile(const Rows<T>&, std::int64_t, std::int64_t, std::int64_t, Acc<T>*);                    \
-  template void multiply_rows(const Scratch<Acc<T>>&, const Rows<T>&, std::int64_t, const Weight<T>&,            \
-                              std::int64_t, std::int64_t, Acc<T>*, std::int64_t);                                \
-  template void weight_gradient(const Context&, const Workspace&, const Index&, const Rows<T>&, const Rows<T>&, \
-                                const TensorView&, bool);                                                        \
-  template void bias_gradient(const Context&, const Index&, const Rows<T>&, const Acc<T>*, const TensorView&,    \
-                              bool)
+#define MOESTRO_INSTANTIATE(T)                                                                        \
+  template void copy_tile(const Rows<T>&, std::int64_t, std::int64_t, std::int64_t, Acc<T>*);         \
+  template void multiply_rows(const Scratch<Acc<T>>&, const Rows<T>&, std::int64_t, const Weight<T>&, \
+                              std::int64_t, std::int64_t, Acc<T>*, std::int64_t);                     \
+  template void weight_gradient(const Context&, const Workspace&, const Index&, const Rows<T>&,       \
+                                const Rows<T>&, const TensorView&, bool);                             \
+  template void bias_gradient(const Context&, const Index&, const Rows<T>&, const Acc<T>*,            \
+                              const TensorView&, bool)
 MOESTRO_INSTANTIATE(float);
 MOESTRO_INSTANTIATE(double);
 MOESTRO_INSTANTIATE(BFloat16);

@@ -1,9 +1,9 @@
-/// Work on routed rows, cut into tiles: what a task is, the scratch that it may use, and the two kinds of matrix
-/// product that the stages are made of.
+/// Work on routed rows, cut into tiles: what a task is, the scratch that it may use, and the two kinds of
+/// matrix product that the stages are made of.
 ///
-/// The rows of an operand are read through an index (a gather) straight into the product or, where the product
-/// cannot do that, into a tile of scratch that stays in the L2 cache. How work is cut depends on shapes and the
-/// routing only, never on the number of workers: that keeps every bit independent of it.
+/// The rows of an operand are read through an index (a gather) straight into the product or, where the
+/// product cannot do that, into a tile of scratch that stays in the L2 cache. How work is cut depends on
+/// shapes and the routing only, never on the number of workers: that keeps every bit independent of it.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@
 
 namespace moestro::cpu {
 
-constexpr std::int64_t kRowTile = 256;     ///< rows of one expert in a task: enough to amortise packed weights
-constexpr std::int64_t kDepthTile = 512;   ///< summed indices of a product whose operand is copied first
+constexpr std::int64_t kRowTile = 256;    ///< rows of one expert in a task: enough to amortise packed weights
+constexpr std::int64_t kDepthTile = 512;  ///< summed indices of a product whose operand is copied first
 constexpr std::int64_t kColumnTile = 512;  ///< columns of a product at a time
 
 /// Rows [first, first + count) of `expert`.
@@ -39,7 +39,8 @@ class RowTiles {
   }
   std::int64_t size() const { return first_tile_[num_experts_]; }
   RowTile operator[](std::int64_t tile) const {
-    const std::int64_t expert = std::upper_bound(first_tile_, first_tile_ + num_experts_ + 1, tile) - first_tile_ - 1;
+    const std::int64_t expert =
+        std::upper_bound(first_tile_, first_tile_ + num_experts_ + 1, tile) - first_tile_ - 1;
     const std::int64_t tiles = first_tile_[expert + 1] - first_tile_[expert];
     const std::int64_t rows = rows_of(expert);
     const std::int64_t step = (rows + tiles - 1) / tiles;  // even tiles rather than full ones and a rest
@@ -57,7 +58,8 @@ class RowTiles {
 };
 
 /// Rows that an operand is made of: row i is row index[i] of the memory (or i itself without an index).
-/// `interleave` n > 0: memory holds [gate | up], n columns each, and the operand's columns are gate 0, up 0, ….
+/// `interleave` n > 0: memory holds [gate | up], n columns each, and the operand's columns are gate 0, up 0,
+/// ….
 template <class T>
 struct Rows {
   const T* data;
@@ -72,7 +74,7 @@ struct Rows {
   }
 };
 
-/// One expert's weight matrix [n, k], any strides.
+/// One expert's weight matrix [n, k]; one of the strides is 1.
 template <class T>
 struct Weight {
   const T* data;
@@ -120,7 +122,8 @@ class Workspace {
 
 /// Copies columns [first, first + count) of rows [0, num_rows) into `to`, row-major without gaps.
 template <class T>
-void copy_tile(const Rows<T>& rows, std::int64_t num_rows, std::int64_t first, std::int64_t count, Acc<T>* to);
+void copy_tile(const Rows<T>& rows, std::int64_t num_rows, std::int64_t first, std::int64_t count,
+               Acc<T>* to);
 
 /// C[m, n] = A W^T with A the rows [0, m) of `a`, k columns.  m <= kRowTile, n <= 2 kColumnTile.
 template <class T>
@@ -146,7 +149,8 @@ template <class T>
 void weight_gradient(const Context& ctx, const Workspace& workspace, const Index& index, const Rows<T>& left,
                      const Rows<T>& right, const TensorView& d_w, bool accumulate);
 
-/// Gradient of every expert's bias: d_b[e][i] (+)= sum over e's rows r of scale[r] rows[r, i]; scale may be null.
+/// Gradient of every expert's bias: d_b[e][i] (+)= sum over e's rows r of scale[r] rows[r, i]; scale may be
+/// null.
 template <class T>
 void bias_gradient(const Context& ctx, const Index& index, const Rows<T>& rows, const Acc<T>* scale,
                    const TensorView& d_b, bool accumulate);

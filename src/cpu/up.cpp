@@ -1,10 +1,12 @@
 /// Up on the CPU. A task is a tile of one expert's rows and a block of the hidden columns: the rows of x are
-/// gathered into the product, bias, rounding and activation follow while the tile is in cache. No [R, d] buffer.
+/// gathered into the product, bias, rounding and activation follow while the tile is in cache. No [R, d]
+/// buffer.
 ///
-/// Interleaved gates: the product keeps the order of w_up's rows; the tile is put in [gate | up] order when it is
-/// stored (forward), and d_h is interleaved when it is read as an operand (backward).
+/// Interleaved gates: the product keeps the order of w_up's rows; the tile is put in [gate | up] order when
+/// it is stored (forward), and d_h is interleaved when it is read as an operand (backward).
 #include "moestro/up.hpp"
 
+#include "common/element_access.hpp"
 #include "cpu/activation_rows.hpp"
 #include "cpu/stages.hpp"
 #include "cpu/tiles.hpp"
@@ -59,8 +61,8 @@ Status forward(const UpForwardArgs& args, const Context& ctx) {
       up_at = hidden;
     }
     if (interleaved) {
-      multiply_rows(scratch, a, tile.count, Weight<T>{w.data + 2 * j0 * w.n_stride, w.n_stride, w.k_stride}, 2 * count,
-                    depth, c, c_stride);
+      multiply_rows(scratch, a, tile.count, Weight<T>{w.data + 2 * j0 * w.n_stride, w.n_stride, w.k_stride},
+                    2 * count, depth, c, c_stride);
     } else {
       const Weight<T> gate{w.data + j0 * w.n_stride, w.n_stride, w.k_stride};
       multiply_rows(scratch, a, tile.count, gate, count, depth, c, c_stride);
@@ -76,8 +78,9 @@ Status forward(const UpForwardArgs& args, const Context& ctx) {
     if (bias != nullptr) {
       for (int line = 0; line < lines; ++line) {
         for (std::int64_t j = 0; j < count; ++j) {
-          const std::int64_t at = interleaved ? 2 * (j0 + j) + line : line * hidden + j0 + j;
-          biases[line][j] = converted<Real>(bias[tile.expert * args.b_up.stride[0] + at * args.b_up.stride[1]]);
+          const std::int64_t at = w_up_row(line * hidden + j0 + j, hidden, gated, args.gate_layout);
+          biases[line][j] =
+              converted<Real>(bias[tile.expert * args.b_up.stride[0] + at * args.b_up.stride[1]]);
         }
       }
     }
@@ -128,7 +131,8 @@ Status backward(const UpBackwardArgs& args, const Context& ctx) {
   MOESTRO_RETURN_IF_ERROR(workspace.check("up_backward"));
 
   const RowTiles tiles(args.index, num_experts, workspace.first_tile());
-  const Rows<T> d_h{static_cast<const T*>(args.d_h.data), args.d_h.stride[0], nullptr, interleaved ? width / 2 : 0};
+  const Rows<T> d_h{static_cast<const T*>(args.d_h.data), args.d_h.stride[0], nullptr,
+                    interleaved ? width / 2 : 0};
   const bool in_place = std::is_same_v<T, Real> && gemm_takes_stride(args.d_x_rows.stride[0], columns);
   const std::int64_t blocks = (columns + kColumnTile - 1) / kColumnTile;
   parallel_for(num_workers(ctx), tiles.size() * blocks, [&](std::int64_t task, int worker) {
