@@ -1,0 +1,140 @@
+/// down's backward on Hopper: g = dY[token] W2 with dH, A' and dS in the epilogue; Y is never needed.
+/// Source: SonicMoE, arXiv 2512.14080, section 3.
+#include "cuda/hopper/epilogue.cuh"
+#include "cuda/hopper/gemm.cuh"
+#include "cuda/hopper/hopper.hpp"
+#include "cuda/hopper/launch.hpp"
+#include "cuda/hopper/plan.hpp"
+
+namespace moestro::cuda::hopper {
+namespace {
+
+template <class Element_, ActivationFamily kFamily>
+struct DownBackwardKernel {
+  using Element = Element_;
+  static constexpr int kN = 128;
+  static constexpr int kStages = 4;
+  static constexpr bool kPingPong = true;
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 224;
+  using Schedule = RowTiles;
+  using LoadA = GatherRows<Element>;
+  using LoadB = LoadWeightColumns<kN>;
+  using Epilogue = StoreActivationBackward<Element, kN, kFamily>;
+};
+
+template <class Element, ActivationFamily kFamily>
+Status launch_family(const Parameters& p, std::int64_t count, int device_index, cudaStream_t stream) {
+  using Kernel = DownBackwardKernel<Element, kFamily>;
+  return launch("down_backward", expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, device_index,
+                stream);
+}
+
+template <class Element>
+Status launch_down_backward(const Parameters& p, std::int64_t count, int device_index, cudaStream_t stream) {
+  if (p.activation.kind == ActivationKind::kSwiGLU) {
+    return launch_family<Element, ActivationFamily::kSwiGLU>(p, count, device_index, stream);
+  }
+  if (is_gated(p.activation.kind)) {
+    return launch_family<Element, ActivationFamily::kGated>(p, count, device_index, stream);
+  }
+  return launch_family<Element, ActivationFamily::kUngated>(p, count, device_index, stream);
+}
+
+struct SumPartials {
+  const float* partials;
+  int num_partials;
+  const std::int32_t* token_index_map;
+  std::int64_t num_slots;
+  float* d_weights;  ///< slot i at (i / choices) * stride + i % choices
+  std::int64_t choices;
+  std::int64_t stride;
+};
+
+/// dS from row order to slot order: each slot sums its row's partials, in their order.
+__global__ void __launch_bounds__(256) sum_partials_kernel(const __grid_constant__ SumPartials p) {
+  const std::int64_t slot = static_cast<std::int64_t>(blockIdx.x) * 256 + threadIdx.x;
+  if (slot >= p.num_slots) return;
+  const int row = p.token_index_map[slot];
+  float sum = 0;
+  if (row >= 0) {
+    const float* partials = p.partials + static_cast<std::int64_t>(row) * p.num_partials;
+    for (int i = 0; i < p.num_partials; ++i) sum += partials[i];
+  }
+  p.d_weights[slot / p.choices * p.stride + slot % p.choices] = sum;
+}
+
+}  // namespace
+
+std::size_t down_backward_workspace_bytes(std::int64_t num_slots, std::int64_t d_ff) {
+  return static_cast<std::size_t>(num_slots * ceil_div(d_ff, 128)) * sizeof(float);
+}
+
+const char* refusal(const DownBackwardArgs& args, int device_index) {
+  if (const char* reason = refuse_device(device_index)) return reason;
+  if (const char* reason = refuse_dtype(args.d_y.dtype)) return reason;
+  if (args.weight_position == WeightPosition::kBefore) return "the routing weight acts before the expert";
+  if (args.b_down.present() && args.d_weights.present()) return "d_weights with b_down";
+  if (args.w_down.extent[1] % 8 != 0) return "d is not a multiple of 8";
+  if (args.w_down.extent[2] % 8 != 0) return "n is not a multiple of 8";
+  if (const char* reason = refuse_layout(args.d_y, "d_y is not in 16-byte steps")) return reason;
+  if (const char* reason = refuse_layout(args.w_down, "w_down is transposed, or not in 16-byte steps")) return reason;
+  if (const char* reason = refuse_layout(args.h, "h is not in 16-byte steps")) return reason;
+  if (const char* reason = refuse_layout(args.d_h, "d_h is not in 16-byte steps")) return reason;
+  return refuse_layout(args.a_scaled, "a_scaled is not in 16-byte steps");
+}
+
+Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStream_t stream) {
+  if (const char* reason = refusal(args, ctx.device_index)) {
+    return Status::error(StatusCode::kUnsupported, "down_backward: no Hopper kernel: %s", reason);
+  }
+  const std::int64_t num_slots = args.h.extent[0];
+  if (num_slots == 0 || args.d_y.extent[0] == 0) return {};
+  const int planes = static_cast<int>(h_width_factor(args.activation.kind));
+  const std::int64_t d = args.w_down.extent[1];
+  const std::int64_t n = args.w_down.extent[2];
+  const std::size_t needed = down_backward_workspace_bytes(num_slots, n);
+  if (args.d_weights.present() && ctx.workspace_bytes < needed) {
+    return Status::error(StatusCode::kInvalidArgument, "down_backward: workspace is %zu bytes, expected %zu",
+                         ctx.workspace_bytes, needed);
+  }
+
+  Parameters p{};
+  set_row_tiles(args.index, ceil_div(n, 128), plan_raster(8), &p);
+  p.source = args.d_y.data;
+  p.source_stride = args.d_y.stride[0];
+  p.source_cols = static_cast<int>(d);
+  p.row_token = args.index.expert_token_indices;
+  p.k_tiles = p.k_tiles_of_plane = static_cast<int>(ceil_div(d, 64));
+  p.cols = static_cast<int>(n);
+  p.activation = args.activation;
+  p.row_weights = static_cast<const float*>(args.row_weights.data);
+  p.partials = args.d_weights.present() ? static_cast<float*>(ctx.workspace) : nullptr;
+  MOESTRO_RETURN_IF_ERROR(make_weight_map("down_backward: w_down", args.w_down, 1, GateLayout::kConcatenated, 1, 64, &p.b));
+  MOESTRO_RETURN_IF_ERROR(make_rows_map("down_backward: h", args.h, planes, kLinesOfSlab, &p.h));
+  MOESTRO_RETURN_IF_ERROR(make_rows_output("down_backward: d_h", args.d_h, planes, &p.rows_out));
+  MOESTRO_RETURN_IF_ERROR(make_rows_output("down_backward: a_scaled", args.a_scaled, 1, &p.rows_out_a));
+
+  const std::int64_t count = max_tiles(num_slots, args.w_down.extent[0]) * p.n_tiles;
+  MOESTRO_RETURN_IF_ERROR(args.d_y.dtype == DType::kBF16
+                              ? launch_down_backward<__nv_bfloat16>(p, count, ctx.device_index, stream)
+                              : launch_down_backward<__half>(p, count, ctx.device_index, stream));
+  if (args.d_weights.present()) {
+    const TensorView& out = args.d_weights;
+    const bool matrix = out.rank == 2;
+    const SumPartials sum{p.partials,
+                          p.n_tiles,
+                          args.index.token_index_map,
+                          num_slots,
+                          static_cast<float*>(out.data),
+                          matrix ? out.extent[1] : 1,
+                          out.stride[0]};
+    sum_partials_kernel<<<static_cast<unsigned>(ceil_div(num_slots, 256)), 256, 0, stream>>>(sum);
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
+      return Status::error(StatusCode::kDeviceError, "down_backward: %s", cudaGetErrorString(error));
+    }
+  }
+  return {};
+}
+
+}  // namespace moestro::cuda::hopper

@@ -1,0 +1,505 @@
+/// What happens to a tile's accumulators: rounding, bias, activation, its backward, and the stores.
+///
+/// An epilogue belongs to one consumer warpgroup. `prefetch` runs before the tile's main loop, `store`
+/// after it for each block of 64 rows, `finish` at the end. Tiles go to memory in chunks of 64 x 64
+/// elements through staging buffers of 8 KB: stmatrix, then a TMA store. A block that ends before its 64th
+/// row is written by ordinary stores, since the rows after it belong to another expert.
+#pragma once
+
+#include "common/activation_math.hpp"
+#include "cuda/hopper/schedule.cuh"
+#include "cuda/hopper/wgmma.cuh"
+
+namespace moestro::cuda::hopper {
+
+constexpr int kChunkBytes = kSlabBytes;
+
+/// Which activations a kernel is compiled for: SwiGLU alone, or all of the kind by a switch.
+enum class ActivationFamily { kSwiGLU, kGated, kUngated };
+
+template <ActivationFamily kFamily>
+constexpr int kPlanesOf = kFamily == ActivationFamily::kUngated ? 1 : 2;
+
+template <ActivationFamily kFamily>
+__device__ __forceinline__ activation_math::GatedValue<float> gated_value(const Activation& activation, float gate,
+                                                                          float up) {
+  using activation_math::gated;
+  if constexpr (kFamily == ActivationFamily::kSwiGLU) {
+    return gated<ActivationKind::kSwiGLU>(gate, up, 0.0F, 0.0F);
+  } else {
+    const float limit = activation.limit;
+    const float alpha = activation.alpha;
+    switch (activation.kind) {
+      case ActivationKind::kGeGLU: return gated<ActivationKind::kGeGLU>(gate, up, limit, alpha);
+      case ActivationKind::kGeGLUTanh: return gated<ActivationKind::kGeGLUTanh>(gate, up, limit, alpha);
+      case ActivationKind::kReGLU: return gated<ActivationKind::kReGLU>(gate, up, limit, alpha);
+      case ActivationKind::kSwiGLUClamp: return gated<ActivationKind::kSwiGLUClamp>(gate, up, limit, alpha);
+      case ActivationKind::kSwiGLUOAI: return gated<ActivationKind::kSwiGLUOAI>(gate, up, limit, alpha);
+      default: return gated<ActivationKind::kSwiGLU>(gate, up, limit, alpha);
+    }
+  }
+}
+
+__device__ __forceinline__ activation_math::ValueSlope<float> ungated_value(const Activation& activation, float h) {
+  using activation_math::ungated;
+  switch (activation.kind) {
+    case ActivationKind::kReLU: return ungated<ActivationKind::kReLU>(h);
+    case ActivationKind::kReLU2: return ungated<ActivationKind::kReLU2>(h);
+    case ActivationKind::kGELU: return ungated<ActivationKind::kGELU>(h);
+    default: return ungated<ActivationKind::kSiLU>(h);
+  }
+}
+
+/// A thread's place in its warpgroup and in the fragments of ldmatrix, stmatrix and wgmma.
+struct Lane {
+  int thread = threadIdx.x % 128;
+  int lane = threadIdx.x % 32;
+  int row = thread / 32 * 16 + lane / 4;  ///< of its first accumulators in a block; the others are 8 below
+  int col = lane % 4 * 2;                 ///< in each group of 8 columns
+
+  /// Address of this lane's line for the two groups of 8 columns from `group` on of a 64 x 64 chunk:
+  /// matrices (rows, group), (rows + 8, group), (rows, group + 1), (rows + 8, group + 1).
+  __device__ std::uint32_t matrices(std::uint32_t chunk, int group) const {
+    const int line = thread / 32 * 16 + lane % 16;
+    return chunk + line * kLineBytes + (((group + lane / 16) ^ (line % 8)) * 16);
+  }
+  /// The same matrices of a chunk that holds the transpose: its lines are the columns.
+  __device__ std::uint32_t matrices_transposed(std::uint32_t chunk, int group) const {
+    const int line = (group + lane / 16) * 8 + lane % 8;
+    return chunk + line * kLineBytes + (((thread / 32 * 2 + lane / 8 % 2) ^ (line % 8)) * 16);
+  }
+};
+
+/// Copies the first `rows` lines of a chunk to a rows output, where `cols` of its columns exist.
+__device__ __forceinline__ void copy_lines(const RowsOutput& out, std::uint32_t chunk, int thread, int rows, int row,
+                                           int plane, int col) {
+  const int c = thread % 8;
+  if (col + c * 8 >= out.cols) return;
+  for (int r = thread / 8; r < rows; r += 16) {
+    std::uint16_t* target = static_cast<std::uint16_t*>(out.data) + (row + r) * out.stride +
+                            static_cast<std::int64_t>(plane) * out.cols + col + c * 8;
+    *reinterpret_cast<uint4*>(target) = load_shared_16_bytes(chunk + r * kLineBytes + ((c ^ (r % 8)) * 16));
+  }
+}
+
+/// kBuffers staging buffers in turn. Between two publishes the next buffer is free: the store that last
+/// read it was waited for before the barrier of the publish before.
+template <int kBuffers>
+struct Staging {
+  static_assert(kBuffers >= 2);
+  std::uint32_t base;
+  int barrier;
+  int next = 0;
+
+  __device__ std::uint32_t buffer() const { return base + next * kChunkBytes; }
+
+  /// All threads have filled buffer(): `store` starts the copy engine on it.
+  template <class Store>
+  __device__ __forceinline__ void publish(const Lane& lane, Store&& store) {
+    fence_async_proxy();
+    if (lane.thread == 0) tma_wait_read<kBuffers - 2>();
+    named_sync(barrier, 128);
+    if (lane.thread == 0) {
+      store(buffer());
+      tma_commit();
+    }
+    next = next + 1 == kBuffers ? 0 : next + 1;
+  }
+
+  /// Writes 64 x 64 elements, packed in pairs as wgmma leaves them: [group of 8 columns][row, row + 8].
+  __device__ __forceinline__ void put(const Lane& lane, const std::uint32_t (&pairs)[8][2], const RowsOutput& out,
+                                      int rows, int row, int plane, int col) {
+    const std::uint32_t chunk = buffer();
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      store_matrices(lane.matrices(chunk, i), pairs[i][0], pairs[i][1], pairs[i + 1][0], pairs[i + 1][1]);
+    }
+    publish(lane, [&](std::uint32_t source) {
+      if (rows >= 64) tma_store(out.map, source, col, plane, row, 0);
+    });
+    if (rows < 64) copy_lines(out, chunk, lane.thread, rows, row, plane, col);
+  }
+};
+
+/// Rows of the product as they are, with a bias where there is one: Y, dX~.
+template <class Element_, int kN, int kBuffers>
+struct StoreRows {
+  using Element = Element_;
+  static constexpr int kStagingBytes = kBuffers * kChunkBytes;
+  static constexpr int kNumBarriers = 0;
+  const Parameters& p;
+  Lane lane;
+  Staging<kBuffers> staging;
+
+  __device__ StoreRows(const Parameters& parameters, std::uint32_t buffers, std::uint32_t, int barrier)
+      : p(parameters), staging{buffers, barrier} {}
+  __device__ void prefetch(const Work&) {}
+
+  __device__ __forceinline__ void store(float (&acc)[kN / 2], const Work& work, int block) {
+    const int row = work.row0 + block * 64;
+#pragma unroll
+    for (int chunk = 0; chunk < kN / 64; ++chunk) {
+      const int col = work.n * kN + chunk * 64;
+      if (col >= p.cols) break;
+      if (p.bias != nullptr) {
+        const Element* bias = static_cast<const Element*>(p.bias) + work.expert * p.bias_stride;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          if (col + i * 8 >= p.cols) break;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) acc[chunk * 32 + i * 4 + j] += float(bias[col + i * 8 + lane.col + j % 2]);
+        }
+      }
+      std::uint32_t pairs[8][2];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float* a = &acc[chunk * 32 + i * 4 + h * 2];
+          pairs[i][h] = pack<Element>(a[0], a[1]);
+        }
+      }
+      staging.put(lane, pairs, p.rows_out, work.rows - block * 64, row, 0, col);
+    }
+  }
+  __device__ void finish() {
+    if (lane.thread == 0) tma_wait_read<0>();
+  }
+};
+
+/// H and A of up's forward. Gated: the first half of the columns is gate, the second up.
+template <class Element_, int kN, ActivationFamily kFamily, int kBuffers>
+struct StoreActivated {
+  using Element = Element_;
+  static constexpr int kPlanes = kPlanesOf<kFamily>;
+  static constexpr int kCols = kN / kPlanes;  ///< of A in a tile
+  static constexpr int kStagingBytes = kBuffers * kChunkBytes;
+  static constexpr int kNumBarriers = 0;
+  const Parameters& p;
+  Lane lane;
+  Staging<kBuffers> staging;
+
+  __device__ StoreActivated(const Parameters& parameters, std::uint32_t buffers, std::uint32_t, int barrier)
+      : p(parameters), staging{buffers, barrier} {}
+  __device__ void prefetch(const Work&) {}
+
+  __device__ __forceinline__ float bias(const Element* of_expert, int plane, int col) const {
+    return float(of_expert[plane * p.bias_up + col * p.bias_step]);
+  }
+
+  __device__ __forceinline__ void store(float (&acc)[kN / 2], const Work& work, int block) {
+    const int row = work.row0 + block * 64;
+    const int rows = work.rows - block * 64;
+    const Element* of_expert =
+        p.bias == nullptr ? nullptr : static_cast<const Element*>(p.bias) + work.expert * p.bias_stride;
+    float scale[2] = {1, 1};
+    if (p.bias_after_scale) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (lane.row + 8 * h < rows) scale[h] = __ldg(p.row_weights + row + lane.row + 8 * h);
+      }
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < kCols / 64; ++chunk) {
+      const int col = work.n * kCols + chunk * 64;
+      if (col >= p.cols) break;
+      std::uint32_t h_pairs[kPlanes][8][2];
+      std::uint32_t a_pairs[8][2];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float b[kPlanes][2] = {};
+        if (of_expert != nullptr && col + i * 8 < p.cols) {
+#pragma unroll
+          for (int plane = 0; plane < kPlanes; ++plane) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) b[plane][j] = bias(of_expert, plane, col + i * 8 + lane.col + j);
+          }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float z[kPlanes][2];
+#pragma unroll
+          for (int plane = 0; plane < kPlanes; ++plane) {
+            const float* value = &acc[plane * (kN / 4) + chunk * 32 + i * 4 + h * 2];
+            const float before = p.bias_after_scale ? 0.0F : 1.0F;
+            const std::uint32_t pair =
+                pack<Element>(value[0] + before * b[plane][0], value[1] + before * b[plane][1]);
+            h_pairs[plane][i][h] = pair;
+            const float2 stored = unpack<Element>(pair);
+            z[plane][0] = stored.x;
+            z[plane][1] = stored.y;
+            if (p.bias_after_scale) {
+#pragma unroll
+              for (int j = 0; j < 2; ++j) z[plane][j] = z[plane][j] * scale[h] + b[plane][j];
+            }
+          }
+          if constexpr (kPlanes == 2) {
+            a_pairs[i][h] = pack<Element>(gated_value<kFamily>(p.activation, z[0][0], z[1][0]).value,
+                                          gated_value<kFamily>(p.activation, z[0][1], z[1][1]).value);
+          } else {
+            a_pairs[i][h] = pack<Element>(ungated_value(p.activation, z[0][0]).value,
+                                          ungated_value(p.activation, z[0][1]).value);
+          }
+        }
+      }
+      if (p.rows_out.data != nullptr) {
+#pragma unroll
+        for (int plane = 0; plane < kPlanes; ++plane) {
+          staging.put(lane, h_pairs[plane], p.rows_out, rows, row, plane, col);
+        }
+      }
+      if (p.rows_out_a.data != nullptr) staging.put(lane, a_pairs, p.rows_out_a, rows, row, 0, col);
+    }
+  }
+  __device__ void finish() {
+    if (lane.thread == 0) tma_wait_read<0>();
+  }
+};
+
+/// down's backward: the accumulators are g = dY W2. H comes in by TMA while the tile is multiplied; dH takes
+/// its place in shared memory, A' goes beside it, and the partial sums of dS = <g, A> to memory.
+/// kBefore (weight before the expert): dP = act'(s h + b) g, dH = s dP, A' = A, dS = <dP, h>.
+template <class Element_, int kN, ActivationFamily kFamily>
+struct StoreActivationBackward {
+  using Element = Element_;
+  static constexpr int kPlanes = kPlanesOf<kFamily>;
+  static constexpr int kSets = 2;
+  static constexpr int kSetBytes = (kPlanes + 1) * kChunkBytes;  ///< H, A'
+  static constexpr int kStagingBytes = kSets * kSetBytes;
+  static constexpr int kNumBarriers = kSets;
+  static constexpr int kChunks = kN / 64;
+  const Parameters& p;
+  Lane lane;
+  std::uint32_t sets;
+  std::uint32_t barriers;
+  int barrier;
+  std::uint32_t parity = 0;  ///< bit i: of set i
+  float scale[2][2];         ///< s of this thread's rows: [block][row, row + 8]
+
+  __device__ StoreActivationBackward(const Parameters& parameters, std::uint32_t buffers,
+                                     std::uint32_t set_barriers, int named_barrier)
+      : p(parameters), sets(buffers), barriers(set_barriers), barrier(named_barrier) {}
+
+  /// Column of chunk q of the tile, and whether it exists; q counts the chunks of block 0, then of block 1.
+  __device__ __forceinline__ int column(const Work& work, int q) const { return work.n * kN + q % kChunks * 64; }
+  __device__ __forceinline__ void load(const Work& work, int q) const {
+    const std::uint32_t set = sets + q % kSets * kSetBytes;
+    barrier_expect_bytes(barriers + q % kSets * 8, kPlanes * kChunkBytes);
+#pragma unroll
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      tma_load(set + plane * kChunkBytes, p.h, barriers + q % kSets * 8, column(work, q), plane,
+               work.row0 + q / kChunks * 64, 0);
+    }
+  }
+
+  __device__ __forceinline__ void prefetch(const Work& work) {
+    if (lane.thread == 0) {
+      tma_wait_read<0>();
+#pragma unroll
+      for (int q = 0; q < kSets; ++q) load(work, q);
+    }
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = block * 64 + lane.row + 8 * h;
+        scale[block][h] = row < work.rows ? __ldg(p.row_weights + work.row0 + row) : 0.0F;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(float (&acc)[kN / 2], const Work& work, int block) {
+    static_assert(kChunks == kSets);
+    const int row = work.row0 + block * 64;
+    const int rows = work.rows - block * 64;
+    const bool more = block == 0 && work.rows > 64;
+    float sum[2] = {};
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const std::uint32_t set = sets + chunk * kSetBytes;
+      const int col = column(work, chunk);
+      barrier_wait(barriers + chunk * 8, parity >> chunk & 1);
+      parity ^= 1U << chunk;
+#pragma unroll
+      for (int i = 0; i < 8; i += 2) {
+        std::uint32_t planes[kPlanes][4];
+        std::uint32_t scaled[4];
+#pragma unroll
+        for (int plane = 0; plane < kPlanes; ++plane) {
+          load_matrices(planes[plane], lane.matrices(set + plane * kChunkBytes, i));
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {  // j: group i + j / 2, row + 8 (j % 2)
+          const int h = j % 2;
+          const float s = scale[block][h];
+          const float* g = &acc[chunk * 32 + (i + j / 2) * 4 + h * 2];
+          float d[kPlanes][2];
+          float a[2];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float z[kPlanes];
+#pragma unroll
+            for (int plane = 0; plane < kPlanes; ++plane) {
+              const float2 pair = unpack<Element>(planes[plane][j]);
+              z[plane] = e == 0 ? pair.x : pair.y;
+            }
+            if constexpr (kPlanes == 2) {
+              const auto f = gated_value<kFamily>(p.activation, z[0], z[1]);
+              a[e] = f.value;
+              d[0][e] = f.slope_gate * (g[e] * s);
+              d[1][e] = f.slope_up * (g[e] * s);
+            } else {
+              const auto f = ungated_value(p.activation, z[0]);
+              a[e] = f.value;
+              d[0][e] = f.slope * (g[e] * s);
+            }
+            sum[h] += g[e] * a[e];
+          }
+          scaled[j] = pack<Element>(a[0] * s, a[1] * s);
+#pragma unroll
+          for (int plane = 0; plane < kPlanes; ++plane) planes[plane][j] = pack<Element>(d[plane][0], d[plane][1]);
+        }
+#pragma unroll
+        for (int plane = 0; plane < kPlanes; ++plane) {
+          store_matrices(lane.matrices(set + plane * kChunkBytes, i), planes[plane][0], planes[plane][1],
+                         planes[plane][2], planes[plane][3]);
+        }
+        store_matrices(lane.matrices(set + kPlanes * kChunkBytes, i), scaled[0], scaled[1], scaled[2], scaled[3]);
+      }
+      fence_async_proxy();
+      named_sync(barrier, 128);
+      if (rows >= 64) {
+        if (lane.thread == 0) {
+          if (p.rows_out.data != nullptr) {
+#pragma unroll
+            for (int plane = 0; plane < kPlanes; ++plane) {
+              tma_store(p.rows_out.map, set + plane * kChunkBytes, col, plane, row, 0);
+            }
+          }
+          if (p.rows_out_a.data != nullptr) {
+            tma_store(p.rows_out_a.map, set + kPlanes * kChunkBytes, col, 0, row, 0);
+          }
+          tma_commit();
+          if (more) {
+            tma_wait_read<0>();
+            load(work, kChunks + chunk);
+          }
+        }
+      } else {
+        if (p.rows_out.data != nullptr) {
+          for (int plane = 0; plane < kPlanes; ++plane) {
+            copy_lines(p.rows_out, set + plane * kChunkBytes, lane.thread, rows, row, plane, col);
+          }
+        }
+        if (p.rows_out_a.data != nullptr) {
+          copy_lines(p.rows_out_a, set + kPlanes * kChunkBytes, lane.thread, rows, row, 0, col);
+        }
+        fence_async_proxy();
+        named_sync(barrier, 128);  // before the set is loaded for the next tile
+      }
+    }
+    if (p.partials != nullptr) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        sum[h] += __shfl_xor_sync(0xffffffffU, sum[h], 1);
+        sum[h] += __shfl_xor_sync(0xffffffffU, sum[h], 2);
+        const int local = lane.row + 8 * h;
+        if (lane.lane % 4 == 0 && local < rows) {
+          p.partials[static_cast<std::int64_t>(row + local) * p.n_tiles + work.n] = sum[h];
+        }
+      }
+    }
+  }
+  __device__ void finish() {
+    if (lane.thread == 0) tma_wait_read<0>();
+  }
+};
+
+/// A weight's gradient, in its own type or f32, stored over or added to what is there. The tile's 128 rows
+/// are columns d of the weight where kTransposed (dW1 = [2n, d]), else its rows (dW2 = [d, n]).
+template <class Element_, class Output, bool kTransposed, int kN, int kBuffers>
+struct StoreWeight {
+  using Element = Element_;
+  static constexpr int kStagingBytes = kBuffers * kChunkBytes;
+  static constexpr int kNumBarriers = 0;
+  static constexpr bool kWide = sizeof(Output) == 4;
+  const Parameters& p;
+  Lane lane;
+  Staging<kBuffers> staging;
+
+  __device__ StoreWeight(const Parameters& parameters, std::uint32_t buffers, std::uint32_t, int barrier)
+      : p(parameters), staging{buffers, barrier} {}
+  __device__ void prefetch(const Work&) {}
+
+  __device__ __forceinline__ void to_memory(std::uint32_t source, int m, int col, int plane, int expert) const {
+    const int c0 = kTransposed ? m : col;
+    const int c1 = kTransposed ? col : m;
+    if (p.accumulate) {
+      tma_add(p.weight_out, source, c0, c1, plane, expert);
+    } else {
+      tma_store(p.weight_out, source, c0, c1, plane, expert);
+    }
+  }
+
+  __device__ __forceinline__ void store(float (&acc)[kN / 2], const Work& work, int block) {
+    if (p.accumulate && work.rows == 0) return;
+    const int m = work.m * kTileM + block * 64;
+#pragma unroll
+    for (int i = 0; i < kN / 64; ++i) {
+      const int slab = work.n * (kN / 64) + i;
+      const int plane = slab / p.slabs_of_plane;
+      const int col = (slab - plane * p.slabs_of_plane) * 64;
+      if (plane >= p.num_planes) break;
+      if constexpr (kWide) {  // chunks of 64 x 32 f32, in two parts of 32 x 32
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const std::uint32_t chunk = staging.buffer();
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const float* a = &acc[i * 32 + half * 16 + j * 4 + h * 2];
+              const int r = lane.row + 8 * h;
+              const int c = j * 8 + lane.col;
+              const std::uint32_t part = chunk + r / 32 * (kChunkBytes / 2);
+              if constexpr (kTransposed) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                  const int line = c + e;
+                  store_shared(part + line * kLineBytes + (((r % 32 / 4) ^ (line % 8)) * 16) + r % 4 * 4, a[e]);
+                }
+              } else {
+                store_shared(part + r % 32 * kLineBytes + (((c / 4) ^ (r % 8)) * 16) + c % 4 * 4, a[0], a[1]);
+              }
+            }
+          }
+          staging.publish(lane, [&](std::uint32_t source) {
+            to_memory(source, m, col + half * 32, plane, work.expert);
+            to_memory(source + kChunkBytes / 2, m + 32, col + half * 32, plane, work.expert);
+          });
+        }
+      } else {
+        const std::uint32_t chunk = staging.buffer();
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+          const float* a = &acc[i * 32 + j * 4];
+          const std::uint32_t r0 = pack<Element>(a[0], a[1]);
+          const std::uint32_t r1 = pack<Element>(a[2], a[3]);
+          const std::uint32_t r2 = pack<Element>(a[4], a[5]);
+          const std::uint32_t r3 = pack<Element>(a[6], a[7]);
+          if constexpr (kTransposed) {
+            store_matrices_transposed(lane.matrices_transposed(chunk, j), r0, r1, r2, r3);
+          } else {
+            store_matrices(lane.matrices(chunk, j), r0, r1, r2, r3);
+          }
+        }
+        staging.publish(lane, [&](std::uint32_t source) { to_memory(source, m, col, plane, work.expert); });
+      }
+    }
+  }
+  __device__ void finish() {
+    if (lane.thread == 0) tma_wait_read<0>();
+  }
+};
+
+}  // namespace moestro::cuda::hopper

@@ -1,0 +1,55 @@
+/// Host side shared by the stages: maps of tensors for the copy engine, checks, and the launch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/hopper/parameters.hpp"
+#include "moestro/dispatch.hpp"
+#include "moestro/status.hpp"
+#include "moestro/tensor.hpp"
+
+namespace moestro::cuda::hopper {
+
+/// Four axes, innermost first; strides in elements, of axes 1 to 3; the box one TMA instruction moves.
+struct MapShape {
+  std::int64_t extent[4];
+  std::int64_t stride[3];
+  int box[4];
+};
+
+/// A map of `data` in the 128-byte swizzle; box[0] elements are 128 bytes.
+Status make_map(const char* name, void* data, DType dtype, const MapShape& shape, CUtensorMap* map);
+
+/// A [rows, planes * cols] tensor of routed rows, in boxes of 64 columns of one plane x `box_rows` rows.
+Status make_rows_map(const char* name, const TensorView& rows, int planes, int box_rows, CUtensorMap* map);
+Status make_rows_output(const char* name, const TensorView& rows, int planes, RowsOutput* output);
+
+/// A weight [E, planes * rows, cols] in boxes of box_planes x box_rows x 128 bytes.
+Status make_weight_map(const char* name, const TensorView& weight, int planes, GateLayout layout, int box_planes,
+                       int box_rows, CUtensorMap* map);
+
+/// What every refusal asks first: the device, and the element type.
+const char* refuse_device(int device_index);
+const char* refuse_dtype(DType dtype);
+/// Null when `view` (absent views pass) starts and steps by 16 bytes, and has unit stride along its last axis.
+const char* refuse_layout(const TensorView& view, const char* reason);
+
+int num_multiprocessors(int device_index);
+
+using KernelPointer = void (*)(Parameters);
+/// `max_count` bounds the number of tiles, which only the device knows.
+Status launch(const char* name, KernelPointer kernel, int shared_bytes, const Parameters& parameters,
+              std::int64_t max_count, int device_index, cudaStream_t stream);
+
+inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+/// The tile table's part of the parameters; `n_tiles` tiles along N.
+inline void set_row_tiles(const Index& index, std::int64_t n_tiles, int raster, Parameters* p) {
+  p->tiles = reinterpret_cast<const int4*>(index.tiles);
+  p->num_tiles = index.num_tiles;
+  p->n_tiles = static_cast<int>(n_tiles);
+  p->raster = raster;
+}
+
+
+}  // namespace moestro::cuda::hopper

@@ -1,0 +1,25 @@
+#include "cuda/hopper/plan.hpp"
+
+#include <atomic>
+
+namespace moestro::cuda::hopper {
+namespace {
+std::atomic<int> forced_tile{-1};
+std::atomic<int> forced_raster{-1};
+}  // namespace
+
+void force_rows_tile(int tile) { forced_tile = tile; }
+void force_raster(int raster) { forced_raster = raster; }
+
+int plan_raster(int rule) {
+  const int raster = forced_raster;
+  return raster > 0 ? raster : rule;
+}
+
+Plan plan_rows(std::int64_t k, std::int64_t /*cols*/) {
+  const int tile = forced_tile;
+  const RowsTile rule = k >= 1024 ? RowsTile::kCooperative256 : RowsTile::kPingPong192;
+  return {tile >= 0 && tile < kNumRowsTiles ? static_cast<RowsTile>(tile) : rule, plan_raster(8)};
+}
+
+}  // namespace moestro::cuda::hopper

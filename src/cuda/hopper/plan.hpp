@@ -1,0 +1,30 @@
+/// Which tile a shape takes: rules as data, fitted to measurements (docs/benchmarking.md, "Hopper kernels").
+#pragma once
+
+#include <cstdint>
+
+namespace moestro::cuda::hopper {
+
+/// Tile of a product whose output has one row a routed row (down's forward, up's backward).
+enum class RowsTile : std::uint8_t {
+  kPingPong128,  ///< 128 x 128, a consumer warpgroup a tile
+  kPingPong192,  ///< 128 x 192, likewise
+  kCooperative256,  ///< 128 x 256, both consumer warpgroups on one tile
+};
+constexpr int kNumRowsTiles = 3;
+
+struct Plan {
+  RowsTile rows_tile;
+  int raster;  ///< tiles along M in a band
+};
+
+/// `k` is the length of the sum, `cols` the width of the output.
+Plan plan_rows(std::int64_t k, std::int64_t cols);
+
+/// For tests and measurements: what plan_rows returns instead of its rule's answer; -1 gives the rule back.
+void force_rows_tile(int tile);
+void force_raster(int raster);
+/// The raster of the other kernels: `rule`, unless one is forced.
+int plan_raster(int rule);
+
+}  // namespace moestro::cuda::hopper

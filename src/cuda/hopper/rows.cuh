@@ -1,0 +1,58 @@
+/// Products of contiguous routed rows with a weight, one output row each: down's forward (weight along k)
+/// and up's backward (weight across k). They differ in how operand B lies in memory alone.
+#pragma once
+
+#include "cuda/hopper/epilogue.cuh"
+#include "cuda/hopper/gemm.cuh"
+#include "cuda/hopper/launch.hpp"
+#include "cuda/hopper/plan.hpp"
+
+namespace moestro::cuda::hopper {
+
+template <int kN>
+using LoadWeightAlongK = LoadWeightRows<kN, 1>;
+
+template <class Element_, template <int> class LoadB_, RowsTile kTile>
+struct RowsKernel {
+  using Element = Element_;
+  static constexpr bool kPingPong = kTile != RowsTile::kCooperative256;
+  static constexpr int kN = kTile == RowsTile::kPingPong128 ? 128 : kTile == RowsTile::kPingPong192 ? 192 : 256;
+  static constexpr int kStages = kTile == RowsTile::kPingPong128 ? 5 : 4;
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+  using Schedule = RowTiles;
+  using LoadA = LoadRows;
+  using LoadB = LoadB_<kN>;
+  using Epilogue = StoreRows<Element, kN, kTile == RowsTile::kCooperative256 ? 2 : 4>;
+};
+
+/// Fills in what depends on the tile, and launches. `weight_box_rows(tile_n)` gives the box of operand B.
+template <class Element, template <int> class LoadB, RowsTile kTile>
+Status launch_rows_tile(const char* name, Parameters& p, const TensorView& weight, int planes, GateLayout layout,
+                        std::int64_t num_slots, const Index& index, int raster, int device_index,
+                        cudaStream_t stream) {
+  using Kernel = RowsKernel<Element, LoadB, kTile>;
+  constexpr bool kAlongK = Kernel::LoadB::kMajor == Major::kK;
+  MOESTRO_RETURN_IF_ERROR(make_weight_map(name, weight, planes, layout, 1, kAlongK ? Kernel::kN : 64, &p.b));
+  set_row_tiles(index, ceil_div(p.cols, Kernel::kN), raster, &p);
+  const std::int64_t count = max_tiles(num_slots, weight.extent[0]) * p.n_tiles;
+  return launch(name, expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, device_index, stream);
+}
+
+template <class Element, template <int> class LoadB>
+Status launch_rows(const char* name, Parameters& p, const TensorView& weight, int planes, GateLayout layout,
+                   std::int64_t num_slots, const Index& index, const Plan& plan, int device_index,
+                   cudaStream_t stream) {
+  const auto run = [&]<RowsTile kTile>() {
+    return launch_rows_tile<Element, LoadB, kTile>(name, p, weight, planes, layout, num_slots, index, plan.raster,
+                                                   device_index, stream);
+  };
+  switch (plan.rows_tile) {
+    case RowsTile::kPingPong128: return run.template operator()<RowsTile::kPingPong128>();
+    case RowsTile::kPingPong192: return run.template operator()<RowsTile::kPingPong192>();
+    case RowsTile::kCooperative256: break;
+  }
+  return run.template operator()<RowsTile::kCooperative256>();
+}
+
+}  // namespace moestro::cuda::hopper

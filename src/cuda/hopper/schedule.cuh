@@ -1,0 +1,71 @@
+/// Which tile a block computes next. Both schedules are static: equal tiles, or experts by falling size.
+#pragma once
+
+#include "cuda/hopper/parameters.hpp"
+
+namespace moestro::cuda::hopper {
+
+struct Work {
+  int expert;
+  int row0;  ///< first routed row of the tile, or of the expert
+  int rows;  ///< of the tile (<= 128), or of the expert
+  int m;     ///< tile along M (weight gradients)
+  int n;     ///< tile along N
+};
+
+/// Tile `i` of a grid of m_tiles x n_tiles that is walked in bands of `raster` tiles along M, and inside a
+/// band along M first: blocks that run together share operands in L2.
+__device__ __forceinline__ void raster_tile(int i, int m_tiles, int n_tiles, int raster, int* m, int* n) {
+  const int band = i / (raster * n_tiles);
+  const int first = band * raster;
+  const int height = min(raster, m_tiles - first);
+  const int rest = i - first * n_tiles;
+  *n = rest / height;
+  *m = first + rest - *n * height;
+}
+
+/// The dispatch's tile table times the columns of the output.
+struct RowTiles {
+  static constexpr bool kVaryingK = false;
+  const Parameters& p;
+  int num_tiles;
+  int count;
+
+  explicit __device__ RowTiles(const Parameters& parameters)
+      : p(parameters), num_tiles(__ldg(p.num_tiles)), count(num_tiles * p.n_tiles) {}
+  __device__ Work at(int i) const {
+    Work work;
+    int tile;
+    raster_tile(i, num_tiles, p.n_tiles, p.raster, &tile, &work.n);
+    const int4 entry = __ldg(p.tiles + tile);
+    work.expert = entry.x;
+    work.row0 = entry.y;
+    work.rows = entry.z;
+    work.m = 0;
+    return work;
+  }
+  __device__ int k_tiles(const Work&) const { return p.k_tiles; }
+};
+
+/// All tiles of all experts' weight gradients; the sum over an expert's rows is the k axis.
+struct WeightTiles {
+  static constexpr bool kVaryingK = true;
+  const Parameters& p;
+  int count;
+
+  explicit __device__ WeightTiles(const Parameters& parameters)
+      : p(parameters), count(p.num_experts * p.m_tiles * p.n_tiles) {}
+  __device__ Work at(int i) const {
+    Work work;
+    const int tiles = p.m_tiles * p.n_tiles;
+    const int rank = i / tiles;
+    work.expert = __ldg(p.expert_order + rank);
+    raster_tile(i - rank * tiles, p.m_tiles, p.n_tiles, p.raster, &work.m, &work.n);
+    work.row0 = __ldg(p.offsets + work.expert);
+    work.rows = __ldg(p.offsets + work.expert + 1) - work.row0;
+    return work;
+  }
+  __device__ int k_tiles(const Work& work) const { return (work.rows + 63) / 64; }
+};
+
+}  // namespace moestro::cuda::hopper

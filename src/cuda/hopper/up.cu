@@ -1,0 +1,99 @@
+/// up on Hopper: H and A of every routed row, the gathered product and the activation in one kernel.
+/// Source: SonicMoE, arXiv 2512.14080, section 4; MoEBlaze, arXiv 2601.05296, section 5.2.
+#include "cuda/hopper/epilogue.cuh"
+#include "cuda/hopper/gemm.cuh"
+#include "cuda/hopper/hopper.hpp"
+#include "cuda/hopper/launch.hpp"
+
+namespace moestro::cuda::hopper {
+namespace {
+
+template <class Element_, ActivationFamily kFamily>
+struct UpKernel {
+  using Element = Element_;
+  static constexpr int kN = 256;
+  static constexpr int kStages = 4;
+  static constexpr bool kPingPong = false;
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 224;
+  using Schedule = RowTiles;
+  using LoadA = GatherRows<Element>;
+  using LoadB = LoadWeightRows<kN, kPlanesOf<kFamily>>;
+  using Epilogue = StoreActivated<Element, kN, kFamily, 2>;
+};
+
+template <class Element, ActivationFamily kFamily>
+Status launch_up(const Parameters& p, std::int64_t count, int device_index, cudaStream_t stream) {
+  using Kernel = UpKernel<Element, kFamily>;
+  return launch("up_forward", expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, device_index,
+                stream);
+}
+
+template <class Element>
+Status launch_family(const Parameters& p, std::int64_t count, int device_index, cudaStream_t stream) {
+  if (p.activation.kind == ActivationKind::kSwiGLU) {
+    return launch_up<Element, ActivationFamily::kSwiGLU>(p, count, device_index, stream);
+  }
+  if (is_gated(p.activation.kind)) {
+    return launch_up<Element, ActivationFamily::kGated>(p, count, device_index, stream);
+  }
+  return launch_up<Element, ActivationFamily::kUngated>(p, count, device_index, stream);
+}
+
+}  // namespace
+
+const char* refusal(const UpForwardArgs& args, int device_index) {
+  if (const char* reason = refuse_device(device_index)) return reason;
+  if (const char* reason = refuse_dtype(args.x.dtype)) return reason;
+  if (args.w_up.extent[2] % 8 != 0) return "d is not a multiple of 8";
+  if (args.w_up.extent[1] / h_width_factor(args.activation.kind) % 8 != 0) return "n is not a multiple of 8";
+  if (const char* reason = refuse_layout(args.x, "x is not in 16-byte steps")) return reason;
+  if (const char* reason = refuse_layout(args.w_up, "w_up is transposed, or not in 16-byte steps")) return reason;
+  if (const char* reason = refuse_layout(args.h, "h is not in 16-byte steps")) return reason;
+  if (const char* reason = refuse_layout(args.a, "a is not in 16-byte steps")) return reason;
+  if (args.b_up.present() && args.b_up.stride[1] != 1) return "b_up is not contiguous along its rows";
+  return nullptr;
+}
+
+Status up_forward(const UpForwardArgs& args, const Context& ctx, cudaStream_t stream) {
+  if (const char* reason = refusal(args, ctx.device_index)) {
+    return Status::error(StatusCode::kUnsupported, "up_forward: no Hopper kernel: %s", reason);
+  }
+  const TensorView& rows = args.h.present() ? args.h : args.a;
+  const std::int64_t num_slots = rows.present() ? rows.extent[0] : 0;
+  if (num_slots == 0 || args.x.extent[0] == 0) return {};
+  const int planes = static_cast<int>(h_width_factor(args.activation.kind));
+  const std::int64_t d = args.w_up.extent[2];
+  const std::int64_t n = args.w_up.extent[1] / planes;
+  const int tile_cols = 256 / planes;
+
+  Parameters p{};
+  set_row_tiles(args.index, ceil_div(n, tile_cols), 8, &p);
+  p.source = args.x.data;
+  p.source_stride = args.x.stride[0];
+  p.source_cols = static_cast<int>(d);
+  p.row_token = args.index.expert_token_indices;
+  p.k_tiles = p.k_tiles_of_plane = static_cast<int>(ceil_div(d, 64));
+  p.cols = static_cast<int>(n);
+  p.activation = args.activation;
+  const bool before = args.weight_position == WeightPosition::kBefore;
+  p.bias_after_scale = before;
+  p.row_weights = before ? static_cast<const float*>(args.row_weights.data) : nullptr;
+  if (args.b_up.present()) {
+    const bool interleaved = planes == 2 && args.gate_layout == GateLayout::kInterleaved;
+    p.bias = args.b_up.data;
+    p.bias_stride = args.b_up.stride[0];
+    p.bias_step = interleaved ? 2 : 1;
+    p.bias_up = interleaved ? 1 : static_cast<int>(n);
+  }
+  MOESTRO_RETURN_IF_ERROR(make_weight_map("up_forward: w_up", args.w_up, planes, args.gate_layout, planes,
+                                          tile_cols, &p.b));
+  MOESTRO_RETURN_IF_ERROR(make_rows_output("up_forward: h", args.h, planes, &p.rows_out));
+  MOESTRO_RETURN_IF_ERROR(make_rows_output("up_forward: a", args.a, 1, &p.rows_out_a));
+
+  const std::int64_t count = max_tiles(num_slots, args.w_up.extent[0]) * p.n_tiles;
+  return args.x.dtype == DType::kBF16 ? launch_family<__nv_bfloat16>(p, count, ctx.device_index, stream)
+                                      : launch_family<__half>(p, count, ctx.device_index, stream);
+}
+
+}  // namespace moestro::cuda::hopper

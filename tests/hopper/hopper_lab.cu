@@ -1,0 +1,872 @@
+/// Laboratory of the Hopper kernels: checks each against a plain product in f64, and times each beside a
+/// cuBLAS batched product of the same extents. Needs a device of compute capability 9.0.
+///
+///   hopper_lab check            every kernel, variant and hard routing at small shapes
+///   hopper_lab bench SHAPE...   check by samples, then time; SHAPE as in kShapes, or all
+///   hopper_lab sweep SHAPE...   as bench, with every tile and raster
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "common/activation_math.hpp"
+#include "cuda/hopper/hopper.hpp"
+#include "cuda/hopper/plan.hpp"
+
+namespace m = moestro;
+namespace hopper = moestro::cuda::hopper;
+using moestro::DType;
+using std::int64_t;
+
+#define CHECK_CUDA(expression)                                                                        \
+  do {                                                                                                \
+    const cudaError_t error_ = (expression);                                                          \
+    if (error_ != cudaSuccess) {                                                                      \
+      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #expression, cudaGetErrorString(error_));    \
+      std::exit(2);                                                                                   \
+    }                                                                                                 \
+  } while (false)
+
+static void check_status(const m::Status& status) {
+  if (!status.ok()) {
+    std::printf("status: %s\n", status.message());
+    std::exit(2);
+  }
+}
+
+struct Shape {
+  const char* name;
+  int64_t T, d, n, E, K;
+};
+static const Shape kShapes[] = {
+    {"7B-n256", 24576, 1536, 256, 128, 8},      {"7B-n1024", 24576, 1536, 1024, 32, 2},
+    {"30B-n256", 32768, 4096, 256, 256, 16},    {"30B-n1024", 32768, 4096, 1024, 64, 4},
+    {"olmoe", 32768, 2048, 1024, 64, 8},        {"qwen3-next", 32768, 2048, 512, 512, 10},
+    {"conf2", 65536, 512, 2048, 8, 2},          {"deepseek-v3", 16384, 7168, 2048, 256, 8},
+    {"1.4B-n256", 40960, 768, 256, 128, 8},     {"conf4", 32768, 2048, 8192, 16, 4},
+};
+
+// ---- device buffers ----
+
+struct Buffer {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+  explicit Buffer(std::size_t size) : bytes(size) {
+    CHECK_CUDA(cudaMalloc(&data, std::max<std::size_t>(size, 16)));
+    poison();
+  }
+  Buffer(const Buffer&) = delete;
+  ~Buffer() { cudaFree(data); }
+  void poison() { CHECK_CUDA(cudaMemset(data, 0xff, bytes)); }  // NaN in bf16, f16 and f32
+  template <class T>
+  T* as() const { return static_cast<T*>(data); }
+};
+
+__device__ inline unsigned mix(unsigned x) {
+  x ^= x >> 16;
+  x *= 0x7feb352dU;
+  x ^= x >> 15;
+  x *= 0x846ca68bU;
+  return x ^ (x >> 16);
+}
+/// Sum of four uniforms: close to a normal of the given deviation.
+__device__ inline float noise(int64_t i, unsigned seed, float deviation) {
+  float sum = 0;
+  unsigned h = mix(static_cast<unsigned>(i) ^ mix(static_cast<unsigned>(i >> 32) + seed * 0x9e3779b9U));
+  for (int j = 0; j < 4; ++j) {
+    sum += static_cast<float>(h >> 8) * 0x1p-24F - 0.5F;
+    h = mix(h + 0x68bc21ebU);
+  }
+  return sum * 1.7320508F * deviation;
+}
+template <class T>
+__global__ void fill_kernel(T* data, int64_t count, unsigned seed, float deviation, float mean) {
+  for (int64_t i = blockIdx.x * 256LL + threadIdx.x; i < count; i += gridDim.x * 256LL) {
+    data[i] = T(noise(i, seed, deviation) + mean);
+  }
+}
+template <class T>
+static void fill(T* data, int64_t count, unsigned seed, float deviation, float mean = 0) {
+  fill_kernel<<<2048, 256>>>(data, count, seed, deviation, mean);
+}
+
+// ---- routing ----
+
+enum class Routing { kUniform, kZipf, kEmptyExperts, kSentinels };
+
+struct HostIndex {
+  std::vector<int> token, offsets, map, tiles, order;
+  int num_tiles = 0;
+};
+
+static HostIndex route(const Shape& s, Routing routing, unsigned seed) {
+  std::mt19937 rng(seed);
+  std::vector<double> weight(s.E, 1.0);
+  for (int64_t e = 0; e < s.E; ++e) {
+    if (routing == Routing::kZipf) weight[e] = 1.0 / (e + 1);
+    if (routing == Routing::kEmptyExperts && e % 3 == 1 && s.E - s.E / 3 > s.K) weight[e] = 0;
+  }
+  std::vector<std::vector<std::pair<int, int>>> rows(s.E);
+  std::exponential_distribution<double> exponential(1.0);
+  std::vector<std::pair<double, int>> key(s.E);
+  std::uniform_int_distribution<int> pick(0, static_cast<int>(s.E) - 1);
+  std::vector<int> chosen;
+  for (int64_t t = 0; t < s.T; ++t) {
+    chosen.clear();
+    if (routing == Routing::kUniform || routing == Routing::kSentinels) {
+      while (static_cast<int64_t>(chosen.size()) < s.K) {
+        const int e = pick(rng);
+        if (std::find(chosen.begin(), chosen.end(), e) == chosen.end()) chosen.push_back(e);
+      }
+    } else {  // without replacement, in proportion to weight
+      for (int64_t e = 0; e < s.E; ++e) {
+        key[e] = {weight[e] > 0 ? exponential(rng) / weight[e] : 1e300, static_cast<int>(e)};
+      }
+      std::partial_sort(key.begin(), key.begin() + s.K, key.end());
+      for (int64_t k = 0; k < s.K; ++k) chosen.push_back(key[k].second);
+    }
+    for (int64_t k = 0; k < s.K; ++k) {
+      if (routing == Routing::kSentinels && rng() % 4 == 0) continue;
+      rows[chosen[k]].push_back({static_cast<int>(t), static_cast<int>(t * s.K + k)});
+    }
+  }
+  HostIndex index;
+  index.map.assign(s.T * s.K, -1);
+  index.offsets.push_back(0);
+  for (int64_t e = 0; e < s.E; ++e) {
+    const int first = index.offsets.back();
+    const int count = static_cast<int>(rows[e].size());
+    for (const auto& [token, slot] : rows[e]) {
+      index.map[slot] = static_cast<int>(index.token.size());
+      index.token.push_back(token);
+    }
+    for (int r = 0; r < count; r += 128) {
+      index.tiles.insert(index.tiles.end(), {static_cast<int>(e), first + r, std::min(128, count - r), 0});
+    }
+    index.offsets.push_back(first + count);
+  }
+  index.token.resize(s.T * s.K, 0);
+  index.num_tiles = static_cast<int>(index.tiles.size() / 4);
+  index.order.resize(s.E);
+  std::iota(index.order.begin(), index.order.end(), 0);
+  std::stable_sort(index.order.begin(), index.order.end(),
+                   [&](int a, int b) { return rows[a].size() > rows[b].size(); });
+  return index;
+}
+
+static Buffer* upload(const std::vector<int>& values) {
+  auto* buffer = new Buffer(std::max<std::size_t>(values.size(), 1) * sizeof(int));
+  CHECK_CUDA(cudaMemcpy(buffer->data, values.data(), values.size() * sizeof(int), cudaMemcpyHostToDevice));
+  return buffer;
+}
+
+// ---- comparison ----
+
+struct Error {
+  double difference, reference;
+  unsigned long long wrong;  ///< non-finite or far off
+};
+
+/// f(sample, reference, output): a warp a sample; every lane returns the same pair.
+template <class F>
+__global__ void compare_kernel(int64_t samples, F f, Error* error) {
+  for (int64_t i = blockIdx.x * 8LL + threadIdx.x / 32; i < samples; i += gridDim.x * 8LL) {
+    double reference = 0;
+    double output = 0;
+    f(i, reference, output);
+    if (threadIdx.x % 32 == 0) {
+      const double difference = output - reference;
+      atomicAdd(&error->difference, difference * difference);
+      atomicAdd(&error->reference, reference * reference);
+      if (!(fabs(difference) <= 0.05 * fabs(reference) + 0.05)) atomicAdd(&error->wrong, 1ULL);
+    }
+  }
+}
+__device__ inline double warp_sum(double value) {
+  for (int i = 16; i > 0; i /= 2) value += __shfl_xor_sync(0xffffffffU, value, i);
+  return value;
+}
+
+static int failures = 0;
+
+template <class F>
+static void compare(const char* what, int64_t samples, double tolerance, F f) {
+  static Error* error = nullptr;
+  if (error == nullptr) CHECK_CUDA(cudaMalloc(&error, sizeof(Error)));
+  CHECK_CUDA(cudaMemset(error, 0, sizeof(Error)));
+  compare_kernel<<<4096, 256>>>(samples, f, error);
+  Error host{};
+  CHECK_CUDA(cudaMemcpy(&host, error, sizeof(Error), cudaMemcpyDeviceToHost));
+  const double relative = host.reference > 0 ? std::sqrt(host.difference / host.reference) : std::sqrt(host.difference);
+  const bool ok = relative <= tolerance && host.wrong == 0;
+  if (!ok) {
+    ++failures;
+    std::printf("    FAILED %s: relative error %.3g, wrong %llu of %lld\n", what, relative, host.wrong,
+                static_cast<long long>(samples));
+  }
+}
+
+/// Counts 16-bit words from `begin` on that are not the poison.
+__global__ void touched_kernel(const unsigned short* data, int64_t count, unsigned long long* touched) {
+  for (int64_t i = blockIdx.x * 256LL + threadIdx.x; i < count; i += gridDim.x * 256LL) {
+    if (data[i] != 0xffff) atomicAdd(touched, 1ULL);
+  }
+}
+static void expect_untouched(const char* what, const Buffer& buffer, std::size_t from_byte) {
+  static unsigned long long* touched = nullptr;
+  if (touched == nullptr) CHECK_CUDA(cudaMalloc(&touched, 8));
+  CHECK_CUDA(cudaMemset(touched, 0, 8));
+  touched_kernel<<<256, 256>>>(buffer.as<unsigned short>() + from_byte / 2,
+                               static_cast<int64_t>((buffer.bytes - from_byte) / 2), touched);
+  unsigned long long host = 0;
+  CHECK_CUDA(cudaMemcpy(&host, touched, 8, cudaMemcpyDeviceToHost));
+  if (host != 0) {
+    ++failures;
+    std::printf("    FAILED %s: %llu words past the routed rows were written\n", what, host);
+  }
+}
+/// A hash of the bits, to compare runs.
+__global__ void hash_kernel(const unsigned* data, int64_t count, unsigned long long* hash) {
+  unsigned long long sum = 0;
+  for (int64_t i = blockIdx.x * 256LL + threadIdx.x; i < count; i += gridDim.x * 256LL) {
+    sum += mix(data[i] ^ mix(static_cast<unsigned>(i)));
+  }
+  atomicAdd(hash, sum);
+}
+static unsigned long long hash_of(const Buffer& buffer) {
+  static unsigned long long* hash = nullptr;
+  if (hash == nullptr) CHECK_CUDA(cudaMalloc(&hash, 8));
+  CHECK_CUDA(cudaMemset(hash, 0, 8));
+  hash_kernel<<<512, 256>>>(buffer.as<unsigned>(), static_cast<int64_t>(buffer.bytes / 4), hash);
+  unsigned long long host = 0;
+  CHECK_CUDA(cudaMemcpy(&host, hash, 8, cudaMemcpyDeviceToHost));
+  return host;
+}
+
+__device__ inline int expert_of(const int* offsets, int E, int row) {
+  int low = 0;
+  int high = E;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (offsets[middle] <= row ? low : high) = middle;
+  }
+  return low;
+}
+
+struct ActivationReference {
+  m::Activation activation;
+  __device__ void operator()(double gate, double up, double* value, double* slope_gate, double* slope_up) const {
+    using K = m::ActivationKind;
+    using m::activation_math::gated;
+    const double limit = activation.limit;
+    const double alpha = activation.alpha;
+    m::activation_math::GatedValue<double> g{};
+    m::activation_math::ValueSlope<double> u{};
+    switch (activation.kind) {
+      case K::kSwiGLU: g = gated<K::kSwiGLU>(gate, up, limit, alpha); break;
+      case K::kGeGLU: g = gated<K::kGeGLU>(gate, up, limit, alpha); break;
+      case K::kGeGLUTanh: g = gated<K::kGeGLUTanh>(gate, up, limit, alpha); break;
+      case K::kReGLU: g = gated<K::kReGLU>(gate, up, limit, alpha); break;
+      case K::kSwiGLUClamp: g = gated<K::kSwiGLUClamp>(gate, up, limit, alpha); break;
+      case K::kSwiGLUOAI: g = gated<K::kSwiGLUOAI>(gate, up, limit, alpha); break;
+      case K::kReLU: u = m::activation_math::ungated<K::kReLU>(gate); break;
+      case K::kReLU2: u = m::activation_math::ungated<K::kReLU2>(gate); break;
+      case K::kGELU: u = m::activation_math::ungated<K::kGELU>(gate); break;
+      case K::kSiLU: u = m::activation_math::ungated<K::kSiLU>(gate); break;
+    }
+    if (m::is_gated(activation.kind)) u = {g.value, g.slope_gate};
+    *value = u.value;
+    *slope_gate = u.slope;
+    *slope_up = g.slope_up;
+  }
+};
+
+// ---- the yardstick ----
+
+struct Cublas {
+  using Create = int (*)(void**);
+  using Gemm = int (*)(void*, int, int, int, int, int, const void*, const void*, int, int, long long, const void*,
+                       int, int, long long, const void*, void*, int, int, long long, int, int, int);
+  void* handle = nullptr;
+  Gemm gemm = nullptr;
+  Cublas() {
+    void* library = dlopen("libcublas.so.13", RTLD_NOW);
+    if (library == nullptr) {
+      std::printf("no cuBLAS: %s\n", dlerror());
+      return;
+    }
+    const auto create = reinterpret_cast<Create>(dlsym(library, "cublasCreate_v2"));
+    gemm = reinterpret_cast<Gemm>(dlsym(library, "cublasGemmStridedBatchedEx"));
+    if (create == nullptr || create(&handle) != 0) gemm = nullptr;
+  }
+  /// Row-major c[b] = op(a[b]) op(b[b]) with c of rows x cols.
+  void run(bool transpose_a, bool transpose_b, int64_t rows, int64_t cols, int64_t k, const void* a, const void* b,
+           void* c, int64_t batch, int type) const {
+    const float one = 1;
+    const float zero = 0;
+    const int status = gemm(handle, transpose_b, transpose_a, static_cast<int>(cols), static_cast<int>(rows),
+                            static_cast<int>(k), &one, b, type, static_cast<int>(transpose_b ? k : cols), k * cols, a,
+                            type, static_cast<int>(transpose_a ? rows : k), rows * k, &zero, c, type,
+                            static_cast<int>(cols), rows * cols, static_cast<int>(batch), 68 /* f32 */, -1);
+    if (status != 0) std::printf("cuBLAS status %d\n", status);
+  }
+};
+
+static double time_ms(const std::function<void()>& run, int warm = 2, int count = 8) {
+  static cudaEvent_t begin = nullptr;
+  static cudaEvent_t end = nullptr;
+  if (begin == nullptr) {
+    CHECK_CUDA(cudaEventCreate(&begin));
+    CHECK_CUDA(cudaEventCreate(&end));
+  }
+  for (int i = 0; i < warm; ++i) run();
+  CHECK_CUDA(cudaEventRecord(begin));
+  for (int i = 0; i < count; ++i) run();
+  CHECK_CUDA(cudaEventRecord(end));
+  CHECK_CUDA(cudaEventSynchronize(end));
+  float ms = 0;
+  CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
+  return ms / count;
+}
+
+// ---- one problem ----
+
+struct Options {
+  m::Activation activation;
+  m::GateLayout layout = m::GateLayout::kConcatenated;
+  Routing routing = Routing::kUniform;
+  bool bias = false;
+  bool before = false;
+  bool bench = false;
+  bool sweep = false;
+};
+
+template <class Element>
+struct Problem {
+  static constexpr bool kBf16 = sizeof(Element) == 2 && std::is_same_v<Element, __nv_bfloat16>;
+  static constexpr DType kType = kBf16 ? DType::kBF16 : DType::kF16;
+  static constexpr double kTolerance = kBf16 ? 6e-3 : 1e-3;
+  static constexpr int64_t kGuard = 130;
+
+  Shape s;
+  Options o;
+  int64_t S, planes, W;
+  HostIndex host;
+  m::Index index;
+  int64_t R;
+  Buffer x, d_y, w_up, w_down, b_up, b_down, s_row, h, a, y, d_h, a_scaled, d_x, d_w_up, d_w_down, d_weights, work;
+  Cublas* cublas;
+
+  static std::size_t size(int64_t a, int64_t b, int64_t c = 1) { return static_cast<std::size_t>(a * b * c) * 2; }
+
+  Problem(const Shape& shape, const Options& options, Cublas* library)
+      : s(shape), o(options), S(s.T * s.K), planes(m::h_width_factor(o.activation.kind)), W(planes * s.n),
+        host(route(s, o.routing, 7)), R(host.offsets.back()), x(size(s.T, s.d)), d_y(size(s.T, s.d)),
+        w_up(size(s.E, W, s.d)), w_down(size(s.E, s.d, s.n)), b_up(size(s.E, W)), b_down(size(s.E, s.d)),
+        s_row(S * 4), h(size(S + kGuard, W)), a(size(S + kGuard, s.n)), y(size(S + kGuard, s.d)),
+        d_h(size(S + kGuard, W)), a_scaled(size(S + kGuard, s.n)), d_x(size(S + kGuard, s.d)),
+        d_w_up(size(s.E, W, s.d) * 2), d_w_down(size(s.E, s.d, s.n) * 2), d_weights(S * 4),
+        work(hopper::down_backward_workspace_bytes(S, s.n)), cublas(library) {
+    index.expert_token_indices = upload(host.token)->as<int>();
+    index.expert_token_offsets = upload(host.offsets)->as<int>();
+    index.token_index_map = upload(host.map)->as<int>();
+    index.tiles = upload(host.tiles)->as<int>();
+    index.num_tiles = upload({host.num_tiles})->as<int>();
+    index.expert_order = upload(host.order)->as<int>();
+    fill(x.as<Element>(), s.T * s.d, 1, 1.0F);
+    fill(d_y.as<Element>(), s.T * s.d, 2, 1.0F);
+    fill(w_up.as<Element>(), s.E * W * s.d, 3, 1.0F / std::sqrt(static_cast<float>(s.d)));
+    fill(w_down.as<Element>(), s.E * s.d * s.n, 4, 1.0F / std::sqrt(static_cast<float>(s.n)));
+    fill(b_up.as<Element>(), s.E * W, 5, 0.5F);
+    fill(b_down.as<Element>(), s.E * s.d, 6, 0.5F);
+    fill(s_row.as<float>(), R, 8, 0.2F, 0.5F);  // entries past R stay poisoned
+  }
+  ~Problem() {
+    cudaFree(index.expert_token_indices);
+    cudaFree(index.expert_token_offsets);
+    cudaFree(index.token_index_map);
+    cudaFree(index.tiles);
+    cudaFree(index.num_tiles);
+    cudaFree(index.expert_order);
+  }
+
+  m::TensorView view(const Buffer& b, std::initializer_list<int64_t> e, DType type = kType) const {
+    return m::make_view(b.data, type, e);
+  }
+  m::Context context() const {
+    m::Context ctx;
+    ctx.backend = m::BackendId::kCUDA;
+    ctx.workspace = work.data;
+    ctx.workspace_bytes = work.bytes;
+    return ctx;
+  }
+
+  m::UpForwardArgs up_args(bool with_h, bool with_a) const {
+    m::UpForwardArgs args;
+    args.x = view(x, {s.T, s.d});
+    args.w_up = view(w_up, {s.E, W, s.d});
+    if (o.bias) args.b_up = view(b_up, {s.E, W});
+    args.row_weights = view(s_row, {S}, DType::kF32);
+    args.index = index;
+    args.activation = o.activation;
+    args.gate_layout = o.layout;
+    args.weight_position = o.before ? m::WeightPosition::kBefore : m::WeightPosition::kAfter;
+    if (with_h) args.h = view(h, {S, W});
+    if (with_a) args.a = view(a, {S, s.n});
+    return args;
+  }
+  m::DownForwardArgs down_args() const {
+    m::DownForwardArgs args;
+    args.a = view(a, {S, s.n});
+    args.w_down = view(w_down, {s.E, s.d, s.n});
+    if (o.bias) args.b_down = view(b_down, {s.E, s.d});
+    args.index = index;
+    args.y_rows = view(y, {S, s.d});
+    return args;
+  }
+  m::DownBackwardArgs down_backward_args() const {
+    m::DownBackwardArgs args;
+    args.d_y = view(d_y, {s.T, s.d});
+    args.w_down = view(w_down, {s.E, s.d, s.n});
+    args.h = view(h, {S, W});
+    args.row_weights = view(s_row, {S}, DType::kF32);
+    args.index = index;
+    args.activation = o.activation;
+    args.gate_layout = o.layout;
+    args.d_h = view(d_h, {S, W});
+    args.a_scaled = view(a_scaled, {S, s.n});
+    args.d_weights = view(d_weights, {s.T, s.K}, DType::kF32);
+    return args;
+  }
+  m::UpBackwardArgs up_backward_args() const {
+    m::UpBackwardArgs args;
+    args.d_h = view(d_h, {S, W});
+    args.w_up = view(w_up, {s.E, W, s.d});
+    args.index = index;
+    args.gate_layout = o.layout;
+    args.gated = planes == 2;
+    args.d_x_rows = view(d_x, {S, s.d});
+    return args;
+  }
+  m::UpWeightBackwardArgs up_weight_args(DType type, bool accumulate) const {
+    m::UpWeightBackwardArgs args;
+    args.x = view(x, {s.T, s.d});
+    args.d_h = view(d_h, {S, W});
+    args.index = index;
+    args.gate_layout = o.layout;
+    args.gated = planes == 2;
+    args.d_w_up = view(d_w_up, {s.E, W, s.d}, type);
+    args.accumulate = accumulate;
+    return args;
+  }
+  m::DownWeightBackwardArgs down_weight_args(DType type, bool accumulate) const {
+    m::DownWeightBackwardArgs args;
+    args.d_y = view(d_y, {s.T, s.d});
+    args.a_scaled = view(a_scaled, {S, s.n});
+    args.row_weights = view(s_row, {S}, DType::kF32);
+    args.index = index;
+    args.d_w_down = view(d_w_down, {s.E, s.d, s.n}, type);
+    args.accumulate = accumulate;
+    return args;
+  }
+
+  /// Sample i of rows x cols: all of them where there are few, else spread by a hash.
+  static int64_t num_samples(int64_t rows, int64_t cols) { return std::min<int64_t>(rows * cols, 1 << 17); }
+  static __device__ void sample(int64_t i, int64_t rows, int64_t cols, int64_t* row, int64_t* col) {
+    int64_t j = i;
+    if (rows * cols > (1 << 17)) {
+      j = static_cast<int64_t>((static_cast<unsigned long long>(mix(static_cast<unsigned>(i))) << 20 ^
+                                mix(static_cast<unsigned>(i) + 77U)) %
+                               static_cast<unsigned long long>(rows * cols));
+    }
+    *row = j / cols;
+    *col = j % cols;
+  }
+
+  void check_up() {
+    const auto* px = x.as<Element>();
+    const auto* pw = w_up.as<Element>();
+    const auto* pb = b_up.as<Element>();
+    const auto* ps = s_row.as<float>();
+    const auto* ph = h.as<Element>();
+    const auto* pa = a.as<Element>();
+    const auto ix = index;
+    const int64_t d = s.d, n = s.n, width = W, rows = R, E = s.E;
+    const bool interleaved = planes == 2 && o.layout == m::GateLayout::kInterleaved;
+    const bool bias = o.bias, before = o.before;
+    const bool two = planes == 2;
+    compare("up h", num_samples(rows, width), kTolerance, [=] __device__(int64_t i, double& ref, double& out) {
+      int64_t row, col;
+      sample(i, rows, width, &row, &col);
+      const int e = expert_of(ix.expert_token_offsets, static_cast<int>(E), static_cast<int>(row));
+      const int64_t w_row = interleaved ? (col % n) * 2 + col / n : col;
+      const Element* xr = px + ix.expert_token_indices[row] * d;
+      const Element* wr = pw + (e * width + w_row) * d;
+      double sum = 0;
+      for (int64_t k = threadIdx.x % 32; k < d; k += 32) sum += double(float(xr[k])) * double(float(wr[k]));
+      ref = warp_sum(sum) + (bias && !before ? double(float(pb[e * width + w_row])) : 0.0);
+      out = float(ph[row * width + col]);
+    });
+    const ActivationReference act{o.activation};
+    compare("up a", num_samples(rows, n), kTolerance, [=] __device__(int64_t i, double& ref, double& out) {
+      int64_t row, col;
+      sample(i, rows, n, &row, &col);
+      const int e = expert_of(ix.expert_token_offsets, static_cast<int>(E), static_cast<int>(row));
+      double z[2] = {0, 0};
+      for (int p = 0; p < (two ? 2 : 1); ++p) {
+        z[p] = float(ph[row * width + p * n + col]);
+        if (before) {
+          z[p] = z[p] * ps[row];
+          if (bias) z[p] += float(pb[e * width + (interleaved ? col * 2 + p : p * n + col)]);
+        }
+      }
+      double slope_gate, slope_up;
+      act(z[0], z[1], &ref, &slope_gate, &slope_up);
+      out = float(pa[row * n + col]);
+    });
+    expect_untouched("up h", h, size(R, W));
+    expect_untouched("up a", a, size(R, s.n));
+  }
+
+  void check_down() {
+    const auto* pa = a.as<Element>();
+    const auto* pw = w_down.as<Element>();
+    const auto* pb = b_down.as<Element>();
+    const auto* py = y.as<Element>();
+    const auto ix = index;
+    const int64_t d = s.d, n = s.n, rows = R, E = s.E;
+    const bool bias = o.bias;
+    compare("down y", num_samples(rows, d), kTolerance, [=] __device__(int64_t i, double& ref, double& out) {
+      int64_t row, col;
+      sample(i, rows, d, &row, &col);
+      const int e = expert_of(ix.expert_token_offsets, static_cast<int>(E), static_cast<int>(row));
+      double sum = 0;
+      for (int64_t k = threadIdx.x % 32; k < n; k += 32) {
+        sum += double(float(pa[row * n + k])) * double(float(pw[(e * d + col) * n + k]));
+      }
+      ref = warp_sum(sum) + (bias ? double(float(pb[e * d + col])) : 0.0);
+      out = float(py[row * d + col]);
+    });
+    expect_untouched("down y", y, size(R, s.d));
+  }
+
+  void check_down_backward() {
+    const auto* pdy = d_y.as<Element>();
+    const auto* pw = w_down.as<Element>();
+    const auto* ph = h.as<Element>();
+    const auto* pdh = d_h.as<Element>();
+    const auto* pas = a_scaled.as<Element>();
+    const auto* ps = s_row.as<float>();
+    const auto ix = index;
+    const int64_t d = s.d, n = s.n, width = W, rows = R, E = s.E;
+    const bool two = planes == 2;
+    const ActivationReference act{o.activation};
+    for (int what = 0; what < 3; ++what) {
+      const char* names[] = {"down backward d_h gate", "down backward d_h up", "down backward a_scaled"};
+      if (what == 1 && !two) continue;
+      compare(names[what], num_samples(rows, n), kTolerance, [=] __device__(int64_t i, double& ref, double& out) {
+        int64_t row, col;
+        sample(i, rows, n, &row, &col);
+        const int e = expert_of(ix.expert_token_offsets, static_cast<int>(E), static_cast<int>(row));
+        double value, slope[2];
+        act(float(ph[row * width + col]), two ? float(ph[row * width + n + col]) : 0.0F, &value, &slope[0], &slope[1]);
+        if (what == 2) {
+          ref = value * ps[row];
+          out = float(pas[row * n + col]);
+          return;
+        }
+        const Element* dy = pdy + ix.expert_token_indices[row] * d;
+        double g = 0;
+        for (int64_t k = threadIdx.x % 32; k < d; k += 32) {
+          g += double(float(dy[k])) * double(float(pw[(e * d + k) * n + col]));
+        }
+        ref = warp_sum(g) * ps[row] * slope[what];
+        out = float(pdh[row * width + what * n + col]);
+      });
+    }
+    const auto* pds = d_weights.as<float>();
+    const int64_t slots = S;
+    const int64_t few = std::min<int64_t>(slots, 2048);
+    compare("down backward d_weights", few, kTolerance, [=] __device__(int64_t i, double& ref, double& out) {
+      const int64_t slot = i * (slots / few);
+      const int row = ix.token_index_map[slot];
+      out = pds[slot];
+      ref = 0;
+      if (row < 0) return;
+      const int e = expert_of(ix.expert_token_offsets, static_cast<int>(E), row);
+      const Element* dy = pdy + ix.expert_token_indices[row] * d;
+      double sum = 0;
+      for (int64_t col = threadIdx.x % 32; col < n; col += 32) {
+        double value, slope[2];
+        act(float(ph[row * width + col]), two ? float(ph[row * width + n + col]) : 0.0F, &value, &slope[0], &slope[1]);
+        float g = 0;
+        for (int64_t k = 0; k < d; ++k) g += float(dy[k]) * float(pw[(e * d + k) * n + col]);
+        sum += double(g) * value;
+      }
+      ref = warp_sum(sum);
+    });
+    expect_untouched("down backward d_h", d_h, size(R, W));
+    expect_untouched("down backward a_scaled", a_scaled, size(R, s.n));
+  }
+
+  void check_up_backward() {
+    const auto* pdh = d_h.as<Element>();
+    const auto* pw = w_up.as<Element>();
+    const auto* pdx = d_x.as<Element>();
+    const auto ix = index;
+    const int64_t d = s.d, n = s.n, width = W, rows = R, E = s.E;
+    const bool interleaved = planes == 2 && o.layout == m::GateLayout::kInterleaved;
+    compare("up backward d_x", num_samples(rows, d), kTolerance, [=] __device__(int64_t i, double& ref, double& out) {
+      int64_t row, col;
+      sample(i, rows, d, &row, &col);
+      const int e = expert_of(ix.expert_token_offsets, static_cast<int>(E), static_cast<int>(row));
+      double sum = 0;
+      for (int64_t k = threadIdx.x % 32; k < width; k += 32) {
+        const int64_t w_row = interleaved ? (k % n) * 2 + k / n : k;
+        sum += double(float(pdh[row * width + k])) * double(float(pw[(e * width + w_row) * d + col]));
+      }
+      ref = warp_sum(sum);
+      out = float(pdx[row * d + col]);
+    });
+    expect_untouched("up backward d_x", d_x, size(R, s.d));
+  }
+
+  /// d_weight[e][i][j] = sum_r left[r][i] right[r][j]; `base` was there before.
+  template <class Output>
+  void check_weight(const char* what, const Buffer& out_buffer, bool up, double base) {
+    const auto* px = (up ? x : d_y).template as<Element>();
+    const auto* pr = (up ? d_h : a_scaled).template as<Element>();
+    const auto* po = out_buffer.as<Output>();
+    const auto ix = index;
+    const int64_t d = s.d, n = s.n, width = up ? W : s.n, E = s.E;
+    const bool interleaved = up && planes == 2 && o.layout == m::GateLayout::kInterleaved;
+    const double tolerance = sizeof(Output) == 4 ? 1e-5 : kTolerance;
+    compare(what, num_samples(E * width, d), tolerance, [=] __device__(int64_t i, double& ref, double& out) {
+      int64_t er, col;
+      sample(i, E * width, d, &er, &col);
+      const int64_t e = er / width, c = er % width;
+      const int first = ix.expert_token_offsets[e], last = ix.expert_token_offsets[e + 1];
+      double sum = 0;
+      for (int r = first + threadIdx.x % 32; r < last; r += 32) {
+        sum += double(float(pr[r * width + c])) * double(float(px[ix.expert_token_indices[r] * d + col]));
+      }
+      ref = warp_sum(sum) + base;
+      const int64_t w_row = interleaved ? (c % n) * 2 + c / n : c;
+      out = float(up ? po[(e * width + w_row) * d + col] : po[(e * d + col) * n + c]);
+    });
+  }
+
+  void run() {
+    std::printf("%-12s T %lld d %lld n %lld E %lld K %lld, %s, %s%s%s%s, routing %d, R %lld of %lld, tiles %d\n", s.name,
+                (long long)s.T, (long long)s.d, (long long)s.n, (long long)s.E, (long long)s.K,
+                kBf16 ? "bf16" : "f16", "activation ", std::to_string((int)o.activation.kind).c_str(),
+                o.layout == m::GateLayout::kInterleaved ? ", interleaved" : "", o.bias ? ", bias" : "",
+                (int)o.routing, (long long)R, (long long)S, host.num_tiles);
+    std::fflush(stdout);
+    const m::Context ctx = context();
+    check_status(hopper::up_forward(up_args(true, true), ctx, nullptr));
+    check_up();
+    const unsigned long long a_hash = hash_of(a);
+    a.poison();
+    check_status(hopper::up_forward(up_args(false, true), ctx, nullptr));
+    if (hash_of(a) != a_hash) {
+      ++failures;
+      std::printf("    FAILED: A without H differs from A with H\n");
+    }
+    unsigned long long y_hash[hopper::kNumRowsTiles];
+    for (int tile = 0; tile < hopper::kNumRowsTiles; ++tile) {
+      hopper::force_rows_tile(tile);
+      y.poison();
+      check_status(hopper::down_forward(down_args(), ctx, nullptr));
+      check_down();
+      y_hash[tile] = hash_of(y);
+      if (y_hash[tile] != y_hash[0]) std::printf("    note: tile %d gives other bits\n", tile);
+    }
+    hopper::force_rows_tile(-1);
+    if (!o.before) {
+      for (int repeat = 0; repeat < 2; ++repeat) {
+        static unsigned long long first[3];
+        d_h.poison();
+        a_scaled.poison();
+        d_weights.poison();
+        check_status(hopper::down_backward(down_backward_args(), ctx, nullptr));
+        if (repeat == 0) check_down_backward();
+        const unsigned long long now[3] = {hash_of(d_h), hash_of(a_scaled), hash_of(d_weights)};
+        if (repeat == 1 && std::memcmp(first, now, sizeof now) != 0) {
+          ++failures;
+          std::printf("    FAILED: down backward is not reproducible\n");
+        }
+        std::memcpy(first, now, sizeof now);
+      }
+      for (int tile = 0; tile < hopper::kNumRowsTiles; ++tile) {
+        hopper::force_rows_tile(tile);
+        d_x.poison();
+        check_status(hopper::up_backward(up_backward_args(), ctx, nullptr));
+        check_up_backward();
+      }
+      hopper::force_rows_tile(-1);
+      for (const bool accumulate : {false, true}) {
+        if (accumulate) {
+          fill(d_w_up.as<Element>(), s.E * W * s.d, 1, 0, 1.0F);
+          fill(d_w_down.as<Element>(), s.E * s.d * s.n, 1, 0, 1.0F);
+        }
+        check_status(hopper::up_weight_backward(up_weight_args(kType, accumulate), ctx, nullptr));
+        check_weight<Element>("d_w_up", d_w_up, true, accumulate);
+        check_status(hopper::down_weight_backward(down_weight_args(kType, accumulate), ctx, nullptr));
+        check_weight<Element>("d_w_down", d_w_down, false, accumulate);
+        if (accumulate) {
+          fill(d_w_up.as<float>(), s.E * W * s.d, 1, 0, 1.0F);
+          fill(d_w_down.as<float>(), s.E * s.d * s.n, 1, 0, 1.0F);
+        }
+        check_status(hopper::up_weight_backward(up_weight_args(DType::kF32, accumulate), ctx, nullptr));
+        check_weight<float>("d_w_up f32", d_w_up, true, accumulate);
+        check_status(hopper::down_weight_backward(down_weight_args(DType::kF32, accumulate), ctx, nullptr));
+        check_weight<float>("d_w_down f32", d_w_down, false, accumulate);
+        d_w_up.poison();
+        d_w_down.poison();
+      }
+    }
+    CHECK_CUDA(cudaDeviceSynchronize());
+    if (o.bench) bench();
+  }
+
+  void report(const char* kernel, const char* variant, double flops, double ms, double cublas_ms) {
+    std::printf("  %-16s %-14s %8.3f ms %7.1f TF/s", kernel, variant, ms, flops / ms * 1e-9);
+    if (cublas_ms > 0) std::printf("   cuBLAS %8.3f ms %7.1f TF/s   ratio %.3f", cublas_ms, flops / cublas_ms * 1e-9, cublas_ms / ms);
+    std::printf("\n");
+    std::fflush(stdout);
+  }
+
+  void bench() {
+    const m::Context ctx = context();
+    const int type = kBf16 ? 14 : 2;
+    const int64_t rows = S / s.E;
+    const double up_flops = 2.0 * R * s.d * W;
+    const double down_flops = 2.0 * R * s.d * s.n;
+    const bool yard = cublas->gemm != nullptr;
+    const auto bmm = [&](bool ta, bool tb, int64_t r, int64_t c, int64_t k, const Buffer& a_, const Buffer& b_, Buffer& c_) {
+      if (!yard) return 0.0;
+      return time_ms([&, ta, tb, r, c, k] { cublas->run(ta, tb, r, c, k, a_.data, b_.data, c_.data, s.E, type); });
+    };
+    fill(y.as<Element>(), S * s.d, 9, 1.0F);  // stands for gathered x
+    const std::vector<int> rasters = o.sweep ? std::vector<int>{4, 8, 16, 32} : std::vector<int>{-1};
+    const auto each_raster = [&](const char* kernel, double flops, double yard_ms, const std::function<void()>& run) {
+      for (const int raster : rasters) {
+        hopper::force_raster(raster);
+        report(kernel, raster < 0 ? "" : ("raster " + std::to_string(raster)).c_str(), flops, time_ms(run), yard_ms);
+      }
+      hopper::force_raster(-1);
+    };
+    const auto each_tile = [&](const char* kernel, double flops, double yard_ms, const std::function<void()>& run) {
+      const char* names[] = {"pp128", "pp192", "coop256"};
+      for (int tile = 0; tile < hopper::kNumRowsTiles; ++tile) {
+        hopper::force_rows_tile(tile);
+        for (const int raster : rasters) {
+          hopper::force_raster(raster);
+          report(kernel, (names[tile] + (raster < 0 ? "" : " r" + std::to_string(raster))).c_str(), flops, time_ms(run), yard_ms);
+        }
+      }
+      hopper::force_rows_tile(-1);
+      hopper::force_raster(-1);
+    };
+    double yard_ms = bmm(false, true, rows, W, s.d, y, w_up, h);
+    each_raster("up h+a", up_flops, yard_ms, [&] { check_status(hopper::up_forward(up_args(true, true), ctx, nullptr)); });
+    report("up a", "", up_flops, time_ms([&] { check_status(hopper::up_forward(up_args(false, true), ctx, nullptr)); }), yard_ms);
+    yard_ms = bmm(false, true, rows, s.d, s.n, a, w_down, d_x);
+    each_tile("down", down_flops, yard_ms, [&] { check_status(hopper::down_forward(down_args(), ctx, nullptr)); });
+    fill(y.as<Element>(), S * s.d, 9, 1.0F);
+    yard_ms = bmm(false, false, rows, s.n, s.d, y, w_down, a_scaled);
+    each_raster("down backward", down_flops, yard_ms,
+                [&] { check_status(hopper::down_backward(down_backward_args(), ctx, nullptr)); });
+    yard_ms = bmm(false, false, rows, s.d, W, d_h, w_up, d_x);
+    each_tile("up backward", up_flops, yard_ms, [&] { check_status(hopper::up_backward(up_backward_args(), ctx, nullptr)); });
+    yard_ms = bmm(true, false, W, s.d, rows, d_h, y, d_w_up);
+    each_raster("up weight", up_flops, yard_ms,
+                [&] { check_status(hopper::up_weight_backward(up_weight_args(kType, false), ctx, nullptr)); });
+    report("up weight", "f32 +=", up_flops,
+           time_ms([&] { check_status(hopper::up_weight_backward(up_weight_args(DType::kF32, true), ctx, nullptr)); }), yard_ms);
+    yard_ms = bmm(true, false, s.d, s.n, rows, y, a_scaled, d_w_down);
+    each_raster("down weight", down_flops, yard_ms,
+                [&] { check_status(hopper::down_weight_backward(down_weight_args(kType, false), ctx, nullptr)); });
+    report("down weight", "f32 +=", down_flops,
+           time_ms([&] { check_status(hopper::down_weight_backward(down_weight_args(DType::kF32, true), ctx, nullptr)); }), yard_ms);
+  }
+};
+
+template <class Element>
+static void run(const Shape& shape, const Options& options, Cublas* cublas) {
+  Problem<Element>(shape, options, cublas).run();
+}
+
+int main(int argc, char** argv) {
+  if (argc < 2) {
+    std::printf("usage: hopper_lab check | bench SHAPE... | sweep SHAPE...\n");
+    return 1;
+  }
+  const std::string mode = argv[1];
+  Cublas cublas;
+  if (mode == "check") {
+    using K = m::ActivationKind;
+    const Shape plain{"plain", 512, 256, 256, 4, 2};
+    const Shape odd{"odd", 700, 200, 136, 9, 3};
+    const Shape tiny{"tiny", 5, 64, 64, 4, 2};
+    const Shape many{"many", 300, 320, 192, 64, 4};
+    const Shape eight{"eight", 257, 72, 40, 5, 2};
+    const Shape one{"one", 1, 128, 128, 1, 1};
+    Options base;
+    const int only = argc > 2 ? std::atoi(argv[2]) : 99;
+    int step = 0;
+    const auto go = [&](const Shape& shape, const Options& options, bool f16 = false) {
+      if (step++ > only) return;
+      f16 ? run<__half>(shape, options, &cublas) : run<__nv_bfloat16>(shape, options, &cublas);
+    };
+    go(plain, base);
+    for (const Shape& shape : {odd, tiny, many, eight, one}) go(shape, base);
+    for (const Routing routing : {Routing::kZipf, Routing::kEmptyExperts, Routing::kSentinels}) {
+      Options options = base;
+      options.routing = routing;
+      go(many, options);
+      go(odd, options, true);
+    }
+    Options options = base;
+    options.layout = m::GateLayout::kInterleaved;
+    options.bias = true;
+    go(odd, options);
+    options.before = true;
+    go(odd, options);
+    options.layout = m::GateLayout::kConcatenated;
+    go(many, options);
+    for (int kind = 0; kind < m::kNumActivationKinds; ++kind) {
+      options = base;
+      options.activation.kind = static_cast<K>(kind);
+      options.activation.limit = 0.7F;
+      go(odd, options, kind % 2 == 1);
+    }
+  } else {
+    Options options;
+    options.bench = true;
+    options.sweep = mode == "sweep";
+    for (const Shape& shape : kShapes) {
+      bool wanted = false;
+      for (int i = 2; i < argc; ++i) {
+        wanted = wanted || std::strcmp(argv[i], shape.name) == 0 || std::strcmp(argv[i], "all") == 0;
+        if (std::strcmp(argv[i], "zipf") == 0) options.routing = Routing::kZipf;
+      }
+      if (wanted) run<__nv_bfloat16>(shape, options, &cublas);
+    }
+  }
+  CHECK_CUDA(cudaDeviceSynchronize());
+  std::printf(failures == 0 ? "all checks passed\n" : "%d checks FAILED\n", failures);
+  return failures == 0 ? 0 : 1;
+}
