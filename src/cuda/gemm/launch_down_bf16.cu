@@ -1,0 +1,9 @@
+#include "cuda/gemm/epilogue_down.cuh"
+#include "cuda/gemm/launch.cuh"
+
+namespace moestro::cuda::gemm {
+
+template Status launch_rows<__nv_bfloat16>(const GemmPlan&, const RowsProblem&,
+                                           const DownBackwardEpilogue<__nv_bfloat16>&, int, cudaStream_t);
+
+}  // namespace moestro::cuda::gemm

@@ -1,0 +1,111 @@
+/// See plan.hpp.
+#include "cuda/plan.hpp"
+
+#include <cstdio>
+
+namespace moestro::cuda {
+namespace {
+
+// Shapes of gemm/tile.cuh, which states them for the device; plan_test and the launchers hold them equal.
+constexpr std::int64_t kTile = 128;
+constexpr std::size_t kStageBytes = 32768;
+constexpr std::size_t kStagedSumsBytes = 128 * (128 + 8) * 4;
+constexpr std::int64_t kMaxChunks = 0xffffffffLL;  // the fast loop counts a matrix's chunks in 32 bits
+constexpr std::size_t kReservedPerBlock = 1024;    // of shared memory, by the runtime
+
+constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
+
+bool aligned(const void* pointer) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
+}
+
+/// Two blocks on an SM hide each other's epilogues; three stages hide memory best. Where both do not fit,
+/// two blocks come first, then three stages.
+int ring_stages(const Device& device) {
+  const auto fits = [&](std::size_t bytes) { return 2 * (bytes + kReservedPerBlock) <= device.smem_per_sm; };
+  if (fits(3 * kStageBytes)) return 3;
+  if (fits(kStagedSumsBytes)) return 2;
+  return 3 * kStageBytes <= device.smem_per_block ? 3 : 2;
+}
+
+GemmPlan finish(DType dtype, const char* obstacle, const Device& device, GemmPlan plan) {
+  plan.obstacle = nullptr;
+  if (dtype == DType::kF32) {
+    plan.loop = MainLoop::kF32;
+    plan.threads = 256;
+    plan.smem_bytes = kStagedSumsBytes;
+  } else if (obstacle != nullptr) {
+    plan.loop = MainLoop::kGeneral;
+    plan.obstacle = obstacle;
+    plan.threads = 128;
+    plan.smem_bytes = kStagedSumsBytes;
+  } else {
+    plan.loop = MainLoop::kFast;
+    plan.threads = 128;
+    plan.stages = ring_stages(device);
+    plan.smem_bytes = static_cast<std::size_t>(plan.stages) * kStageBytes;
+    if (plan.smem_bytes < kStagedSumsBytes) plan.smem_bytes = kStagedSumsBytes;
+  }
+  return plan;
+}
+
+}  // namespace
+
+GemmPlan plan_rows(const RowsQuestion& question, const Device& device) {
+  GemmPlan plan;
+  plan.b_along_k = question.b_stride_k == 1;
+  plan.blocks = question.max_tiles * ceil_div(question.columns, question.gated ? kTile / 2 : kTile);
+  const char* obstacle = nullptr;
+  if (!aligned(question.a) || question.a_stride % 8 != 0) {
+    obstacle = "rows of the left operand are not 16-byte aligned";
+  } else if (question.depth % 8 != 0) {
+    obstacle = "the summed extent is not a multiple of 8";
+  } else if (question.a_rows * (question.a_stride / 8) > kMaxChunks) {
+    obstacle = "the left operand has more than 2^32 chunks of 16 bytes";
+  } else if (!aligned(question.b) || question.b_stride_expert % 8 != 0) {
+    obstacle = "weights are not 16-byte aligned";
+  } else if (question.columns * (question.gated ? 2 : 1) * (question.b_stride_j / 8) > kMaxChunks) {
+    obstacle = "an expert's weight has more than 2^32 chunks of 16 bytes";
+  } else if (plan.b_along_k) {
+    if (question.b_stride_j % 8 != 0) obstacle = "weight rows are not 16-byte aligned";
+    if (question.interleaved_k) obstacle = "gate and up interleave along the weight's contiguous axis";
+  } else {
+    if (question.b_stride_j != 1 || question.b_stride_k % 8 != 0)
+      obstacle = "weight rows are not 16-byte aligned";
+    if (question.columns % 8 != 0) obstacle = "the output's extent is not a multiple of 8";
+    if (question.interleaved_j) obstacle = "gate and up interleave along the weight's contiguous axis";
+  }
+  return finish(question.dtype, obstacle, device, plan);
+}
+
+GemmPlan plan_outer(const OuterQuestion& question, const Device& device) {
+  GemmPlan plan;
+  plan.b_along_k = false;
+  plan.blocks = question.num_experts * ceil_div(question.m, kTile) * ceil_div(question.n, kTile);
+  const char* obstacle = nullptr;
+  if (!aligned(question.p) || !aligned(question.q) || question.p_stride % 8 != 0 ||
+      question.q_stride % 8 != 0) {
+    obstacle = "rows of an operand are not 16-byte aligned";
+  } else if (question.m % 8 != 0 || question.n % 8 != 0) {
+    obstacle = "an extent of the gradient is not a multiple of 8";
+  }
+  return finish(question.dtype, obstacle, device, plan);
+}
+
+void describe_plan(const GemmPlan& plan, char* text, std::size_t size) {
+  const auto blocks = static_cast<long long>(plan.blocks);
+  switch (plan.loop) {
+    case MainLoop::kFast:
+      std::snprintf(text, size, "fast 128x128x64, %d stages, %zu B shared, %lld blocks", plan.stages,
+                    plan.smem_bytes, blocks);
+      return;
+    case MainLoop::kGeneral:
+      std::snprintf(text, size, "general 128x128x64 (%s), %lld blocks", plan.obstacle, blocks);
+      return;
+    case MainLoop::kF32: std::snprintf(text, size, "f32 128x128x16, %lld blocks", blocks); return;
+  }
+}
+
+}  // namespace moestro::cuda
