@@ -10,6 +10,12 @@ export MOESTRO_LIBRARY=$BUILD/python/csrc/libmoestro_torch.so
 LOGS=$ROOT/build/logs
 JOBS=${JOBS:-$(nproc)}
 
+# The Python package of this checkout over the operators of its build.
+use_built_package() {
+  export MOESTRO_LIBRARY=$BUILD/python/csrc/libmoestro_torch.so
+  export PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}
+}
+
 say() { printf '%s\n' "$*"; }
 fail() {
   printf 'moestro: %s\n' "$*" >&2

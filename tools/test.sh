@@ -12,7 +12,7 @@ say "C++ tests"
 ctest --test-dir "$BUILD" -j "$JOBS" --output-on-failure --no-tests=error --output-junit "$results/cpp.xml" ||
   status=1
 say "Python tests"
-PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH} "$VENV/bin/python" -m pytest tests/python \
-  --junitxml "$results/python.xml" "$@" || status=1
+use_built_package
+"$VENV/bin/python" -m pytest tests/python --junitxml "$results/python.xml" "$@" || status=1
 python3 tools/count_tests.py "$results" || status=1
 exit $status

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sets up, builds, and trains the tiny preset on real text: the sources of Python's standard library.
-# Arguments go to moestro.train (--help lists them) and come after the preset, so they win.
+# Arguments go to moestro.train (--help lists them) in place of the preset.
 source "$(dirname "$0")/common.sh"
 tools/build.sh
-export PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}
-exec "$VENV/bin/python" -m moestro.train --preset tiny "$@"
+use_built_package
+[ $# -gt 0 ] || set -- --preset tiny
+exec "$VENV/bin/python" -m moestro.train "$@"
