@@ -21,6 +21,8 @@ int main(int argc, char** argv) {
   app.fallthrough(false);
   Command command;
   add_info(app, &command);
+  add_verify(app, &command);
+  add_bench(app, &command);
   add_plan(app, &command);
   if (argc == 1) {
     fmt::print(stderr, "{}", app.help());

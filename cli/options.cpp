@@ -199,7 +199,7 @@ void add_layer_options(CLI::App& app, LayerOptions* options) {
 namespace {
 constexpr const char* kBackendNames[] = {"reference", "cpu", "cuda"};
 constexpr const char* kPathNames[] = {"auto", "portable", "hopper"};
-constexpr const char* kRoutingNames[] = {"uniform", "zipf", "one"};
+constexpr const char* kRoutingNames[] = {"uniform", "zipf", "one", "half_empty", "duplicates"};
 }  // namespace
 
 const char* name_of_backend(BackendId id) {
@@ -208,7 +208,7 @@ const char* name_of_backend(BackendId id) {
 const char* name_of_path(KernelPath path) {
   return kPathNames[static_cast<int>(path)];
 }
-const char* name_of_routing(Routing routing) {
+const char* name_of_routing(test::RoutingKind routing) {
   return kRoutingNames[static_cast<int>(routing)];
 }
 
@@ -224,16 +224,13 @@ void add_context_options(CLI::App& app, Context* context) {
       app, "--path", {std::begin(kPathNames), std::end(kPathNames)},
       [context](std::size_t i) { context->path = static_cast<KernelPath>(i); }, name_of_path(context->path),
       "CUDA kernels to use");
-  app.add_option("--device", context->device_index, "CUDA device")
-      ->capture_default_str()
-      ->check(CLI::NonNegativeNumber);
 }
 
-CLI::Option* add_routing_option(CLI::App& app, Routing* routing) {
-  return add_choice(
+void add_routing_option(CLI::App& app, test::RoutingKind* routing) {
+  add_choice(
       app, "--routing", {std::begin(kRoutingNames), std::end(kRoutingNames)},
-      [routing](std::size_t i) { *routing = static_cast<Routing>(i); }, name_of_routing(*routing),
-      "How tokens choose: evenly, skewed (expert e with weight 1/(e+1)), or everyone the same K experts");
+      [routing](std::size_t i) { *routing = static_cast<test::RoutingKind>(i); }, name_of_routing(*routing),
+      "How tokens choose experts (zipf: expert e with weight 1/(e+1); one: all the same)");
 }
 
 }  // namespace moestro::cli

@@ -9,6 +9,7 @@
 
 #include "moestro/config.hpp"
 #include "moestro/context.hpp"
+#include "support/problem.hpp"
 
 namespace moestro::cli {
 
@@ -53,7 +54,7 @@ void add_weight_position_option(CLI::App& app, WeightPosition* position);
 /// All of the above, --gate-layout, --bias-up and --bias-down.
 void add_layer_options(CLI::App& app, LayerOptions* options);
 
-/// --backend, --threads, --path, --device.
+/// --backend, --threads, --path.
 void add_context_options(CLI::App& app, Context* context);
 const char* name_of_backend(BackendId id);
 const char* name_of_path(KernelPath path);
@@ -64,9 +65,8 @@ CLI::Option* add_choice(CLI::App& app, const std::string& option, std::vector<st
                         std::function<void(std::size_t)> assign, const std::string& shown_default,
                         const std::string& help);
 
-/// How tokens choose experts in a generated problem.
-enum class Routing { kUniform, kZipf, kOne };
-const char* name_of_routing(Routing routing);
-CLI::Option* add_routing_option(CLI::App& app, Routing* routing);
+/// --routing: how tokens of a generated problem choose their experts.
+void add_routing_option(CLI::App& app, test::RoutingKind* routing);
+const char* name_of_routing(test::RoutingKind routing);
 
 }  // namespace moestro::cli

@@ -177,8 +177,9 @@ Json json_of(const Answer& answer) {
 }
 
 Json json_of(const ConventionalBytes& bytes) {
-  return {{"index", bytes.index},   {"x_rows", bytes.x_rows},     {"h", bytes.h},     {"a", bytes.a},
-          {"y_rows", bytes.y_rows}, {"d_y_rows", bytes.d_y_rows}, {"d_a", bytes.d_a}, {"d_h", bytes.d_h}};
+  return {{"index", bytes.index},       {"x_rows", bytes.x_rows}, {"h", bytes.h},
+          {"gate", bytes.gate},         {"a", bytes.a},           {"y_rows", bytes.y_rows},
+          {"d_y_rows", bytes.d_y_rows}, {"d_a", bytes.d_a},       {"d_h", bytes.d_h}};
 }
 
 void print_json(const Question& question, const std::vector<Answer>& policies, const Answer& conventional,
@@ -239,8 +240,10 @@ void print_text(const Question& question, const std::vector<Answer>& policies, c
              config.num_slots());
   fmt::print("preactivation keeps H R*{0} + index, all keeps A R*n as well, none the index alone.\n", width);
   fmt::print(
-      "The conventional way keeps, a layer: permuted x R*d ({}) + H R*{} ({}) + A R*n ({}){} + index ({});\n",
-      bytes_text(bytes.x_rows), width, bytes_text(bytes.h), bytes_text(bytes.a),
+      "The conventional way keeps, a layer: permuted x R*d ({}) + H R*{} ({}){} + A R*n ({}){} + index "
+      "({});\n",
+      bytes_text(bytes.x_rows), width, bytes_text(bytes.h),
+      bytes.gate > 0 ? fmt::format(" + act(gate) R*n ({})", bytes_text(bytes.gate)) : "", bytes_text(bytes.a),
       after ? fmt::format(" + Y R*d ({})", bytes_text(bytes.y_rows)) : "", bytes_text(bytes.index));
   fmt::print("its backward holds dY R*d ({}, later dX), dA R*n ({}) and dH R*{} ({}).\n",
              bytes_text(bytes.d_y_rows), bytes_text(bytes.d_a), width, bytes_text(bytes.d_h));

@@ -48,6 +48,11 @@ std::string rate_text(double flops, double us) {
   return scaled(flops / us * 1e6, 1000, {"FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s"});
 }
 
+std::string bandwidth_text(double bytes, double us) {
+  if (us <= 0 || bytes <= 0) return "-";
+  return scaled(bytes / us * 1e6, 1000, {"B/s", "kB/s", "MB/s", "GB/s", "TB/s", "PB/s"});
+}
+
 Table::Table(std::vector<std::string> header, int left_columns) : left_columns_(left_columns) {
   rows_.push_back(std::move(header));
 }

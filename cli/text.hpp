@@ -12,6 +12,8 @@ std::string time_text(double us);                ///< "12.3 us", "4.56 ms", "1.2
 std::string flops_text(double flops);            ///< "1.23 TFLOP"
 std::string rate_text(double flops, double us);  ///< "98.7 GFLOP/s"
 
+std::string bandwidth_text(double bytes, double us);  ///< "12.3 GB/s"
+
 /// Columns as wide as their widest cell; the first `left_columns` are left-aligned, the others right.
 class Table {
  public:

@@ -2,7 +2,7 @@
 ///
 /// moestro's own figures come from layer_bytes, which the layer itself obeys. Beside them stands the
 /// conventional way, in which the routed rows are tensors of their own: permute x to rows, multiply,
-/// activate, multiply, and sum the rows back, as autograd keeps it.
+/// activate, multiply, and sum the rows back, keeping what autograd keeps.
 ///
 /// Letters as in config.hpp; every figure takes R = S, its upper bound (no sentinels). x [T, d] itself is
 /// kept by either way (the router and the norm before it need it) and counts in neither.
@@ -35,6 +35,7 @@ struct ConventionalBytes {
   std::size_t index = 0;     ///< kept: token of each row, row of each slot, first row of each expert (i32)
   std::size_t x_rows = 0;    ///< kept: S*d*e, permuted x (dW1 needs it)
   std::size_t h = 0;         ///< kept: S*W*e (the activation's derivative needs it)
+  std::size_t gate = 0;      ///< kept: S*n*e, act(gate) of gated kinds (the gradient of up needs it)
   std::size_t a = 0;         ///< kept: S*n*e (dW2 needs it)
   std::size_t y_rows = 0;    ///< S*d*e; kept when the weight acts after the expert (dS needs it)
   std::size_t d_y_rows = 0;  ///< backward: S*d*e; dX~ takes its place when dA and dW2 are done

@@ -50,6 +50,7 @@ ConventionalBytes conventional_bytes(const LayerConfig& config) {
   bytes.index = (2 * slots + static_cast<std::size_t>(config.num_experts) + 1) * sizeof(std::int32_t);
   bytes.x_rows = slots * d * element;
   bytes.h = slots * width * element;
+  if (is_gated(config.activation.kind)) bytes.gate = slots * n * element;
   bytes.a = slots * n * element;
   bytes.y_rows = slots * d * element;
   bytes.d_y_rows = slots * d * element;
@@ -62,7 +63,7 @@ LayerPlan plan_conventional_layer(const LayerConfig& config) {
   const ConventionalBytes bytes = conventional_bytes(config);
   const ProductFlops flops = product_flops(config);
   LayerPlan plan;
-  plan.kept_bytes = bytes.index + bytes.x_rows + bytes.h + bytes.a;
+  plan.kept_bytes = bytes.index + bytes.x_rows + bytes.h + bytes.gate + bytes.a;
   if (config.weight_position == WeightPosition::kAfter) {
     plan.kept_bytes += bytes.y_rows;
   } else {
