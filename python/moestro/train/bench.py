@@ -22,8 +22,6 @@ def compare(config: TrainConfig, preset: str, pairs: int, warmup: int, out: str 
     """Trains both on the same batches for warmup + pairs steps; the row holds medians, and the median ratio of pairs."""
     corpus = data.load_corpus(config)
     trainers = {name: Trainer(with_backend(config, name), preset, corpus, Path()) for name in BACKENDS}
-    # Same weights, whatever order the two modules draw them in.
-    trainers["eager"].model.load_state_dict(trainers["moestro"].model.state_dict())
     device = trainers["eager"].device
     print(describe(config, trainers["eager"].model), flush=True)
     seconds: dict[str, list[float]] = {name: [] for name in BACKENDS}

@@ -113,7 +113,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "small": dict(
         d_model=768, num_layers=12, num_heads=12, seq_len=1024, num_experts=64, top_k=8, d_ff=256, dense_layers=1,
-        steps=5000, batch_size=32, grad_accum=1, lr=6e-4, warmup=200, dtype="bf16", eval_every=250, eval_batches=8,
+        steps=2000, batch_size=32, grad_accum=1, lr=6e-4, warmup=200, dtype="bf16", eval_every=250, eval_batches=8,
         checkpoint_every=500,
     ),
 }

@@ -47,15 +47,24 @@ def measured(block: nn.Module, x: torch.Tensor) -> int:
 
 
 def compare(config: TrainConfig, model: LanguageModel, device: torch.device) -> dict[str, Any]:
-    """Both for the run's own shape and block; `measured` has the name of the backend that ran."""
+    """Formula and measurement for the run's own shape: every save policy where moestro ran, else the eager loop."""
     num_tokens = config.batch_size * config.seq_len
     itemsize = 2 if config.dtype == "bf16" else 4
     formula = by_formula(num_tokens, config.d_model, config.d_ff, config.num_experts, config.top_k, itemsize)
     block = model.moe_layers[0]
-    generator = torch.Generator().manual_seed(config.seed)
     dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
+    generator = torch.Generator().manual_seed(config.seed)
     x = torch.randn(num_tokens, config.d_model, generator=generator).to(device, dtype).requires_grad_()
-    with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
-        bytes_kept = measured(block, x)
-    policy = config.save if config.experts_backend == "moestro" else "eager loop"
-    return {"layers": len(model.moe_layers), "formula": formula, "measured": {policy: bytes_kept}}
+
+    def kept_bytes() -> int:
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
+            return measured(block, x)
+
+    if config.experts_backend == "eager":
+        found = {"eager loop": kept_bytes()}
+    else:
+        found = {}
+        for block.save in POLICIES:
+            found[block.save] = kept_bytes()
+        block.save = config.save
+    return {"layers": len(model.moe_layers), "formula": formula, "measured": found}

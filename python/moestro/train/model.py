@@ -9,57 +9,64 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import moestro
 from moestro.train.config import TrainConfig
-from moestro.train.errors import TrainError
 
 
-class EagerMoE(nn.Module):
-    """Router and experts in plain torch, one expert after the other: the baseline that moestro is compared with.
+class MoEBlock(moestro.MoE):
+    """moestro.MoE that keeps the counts [E] and the auxiliary losses of its last call beside the output."""
+
+    def __init__(self, config: TrainConfig):
+        super().__init__(
+            config.d_model,
+            config.d_ff,
+            config.num_experts,
+            config.top_k,
+            save=config.save,
+            # With one expert a token, renormalised weights would be 1 and teach the router nothing.
+            renormalize=config.top_k > 1,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, d] -> y [T, d]."""
+        y, routing = super().forward(x, return_routing=True)
+        self.record(routing)
+        return y
+
+    def record(self, routing: moestro.Routing) -> None:
+        self.counts = moestro.expert_counts(routing.expert_ids, self.num_experts)
+        self.balance_loss = moestro.load_balance_loss(routing.logits, routing.expert_ids)
+        self.z_loss = moestro.z_loss(routing.logits)
+
+
+class EagerMoE(MoEBlock):
+    """The same parameters in plain torch, one expert after the other: the baseline that moestro is compared with.
 
     Per expert: index_select of its tokens, two matmuls with the activation between them, index_add into the output,
     as the eager path of common model libraries does. The stacked weights are unbound once a call, so that backward
     does not add E full-sized gradients (kinder to the baseline than indexing the stack inside the loop).
     """
 
-    def __init__(self, d_model: int, d_ff: int, num_experts: int, top_k: int):
-        super().__init__()
-        self.num_experts, self.top_k = num_experts, top_k
-        self.w_router = nn.Parameter(torch.empty(num_experts, d_model))
-        self.w_up = nn.Parameter(torch.empty(num_experts, 2 * d_ff, d_model))
-        self.w_down = nn.Parameter(torch.empty(num_experts, d_model, d_ff))
+    def route(self, x: Tensor) -> moestro.Routing:
+        logits = self.router_logits(x)
+        scores, expert_ids = logits.softmax(dim=-1).topk(self.top_k, dim=-1)
+        weights = scores / scores.sum(dim=-1, keepdim=True) if self.renormalize else scores
+        return moestro.Routing(logits, expert_ids, weights)
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, d] -> f32 logits [T, E], expert_ids [T, K], weights [T, K] that sum to 1."""
-        with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.float(), self.w_router.float())
-            top_logits, expert_ids = logits.topk(self.top_k, dim=-1)
-            return logits, expert_ids, top_logits.softmax(dim=-1)
-
-    def experts(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        routing = self.route(x)
+        self.record(routing)
         y = torch.zeros_like(x)
         for expert, (w_up, w_down) in enumerate(zip(self.w_up.unbind(), self.w_down.unbind())):
-            token, choice = (expert_ids == expert).nonzero(as_tuple=True)
+            token, choice = (routing.expert_ids == expert).nonzero(as_tuple=True)
             gate, up = F.linear(x.index_select(0, token), w_up).chunk(2, dim=-1)
-            rows = F.linear(F.silu(gate) * up, w_down) * weights[token, choice, None]
+            rows = F.linear(F.silu(gate) * up, w_down) * routing.weights[token, choice, None]
             y.index_add_(0, token, rows.to(y.dtype))
         return y
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits, expert_ids, weights = self.route(x)
-        self.record(logits, expert_ids)
-        return self.experts(x, expert_ids, weights)
 
-    def record(self, logits: Tensor, expert_ids: Tensor) -> None:
-        """Keeps the counts [E] of this call and its two auxiliary losses.
-
-        balance = E * sum_e f_e * P_e with f_e the part of the T*K pairs and P_e the mean probability of expert e: 1
-        when even, at most E (Fedus et al., Switch Transformers, section 2.2). z = mean of logsumexp(logits)^2 (Zoph et
-        al., ST-MoE, section 3).
-        """
-        self.counts = torch.bincount(expert_ids.detach().reshape(-1), minlength=self.num_experts)
-        fraction = self.counts.float() / expert_ids.numel()
-        self.balance_loss = self.num_experts * (fraction * logits.softmax(dim=-1).mean(dim=0)).sum()
-        self.z_loss = logits.logsumexp(dim=-1).square().mean()
+def make_moe(config: TrainConfig) -> MoEBlock:
+    return (EagerMoE if config.experts_backend == "eager" else MoEBlock)(config)
 
 
 class DenseMLP(nn.Module):
@@ -110,12 +117,6 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x).flatten(0, 1)).view_as(x)
 
 
-def make_moe(config: TrainConfig) -> nn.Module:
-    if config.experts_backend == "eager":
-        return EagerMoE(config.d_model, config.d_ff, config.num_experts, config.top_k)
-    raise TrainError("--experts-backend: moestro is not built here; use eager")
-
-
 class LanguageModel(nn.Module):
     def __init__(self, config: TrainConfig):
         super().__init__()
@@ -139,8 +140,8 @@ class LanguageModel(nn.Module):
                 parameter.normal_(0.0, 0.02 / ((2 * self.config.num_layers) ** 0.5 if writes else 1.0))
 
     @property
-    def moe_layers(self) -> list[nn.Module]:
-        return [block.mlp for block in self.blocks if not isinstance(block.mlp, DenseMLP)]
+    def moe_layers(self) -> list[MoEBlock]:
+        return [block.mlp for block in self.blocks if isinstance(block.mlp, MoEBlock)]
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [B, L] -> logits [B, L, vocabulary]; the embedding is the output matrix too."""

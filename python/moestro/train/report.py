@@ -78,6 +78,8 @@ def _plot_loss(folder: Path, run: Row, train: list[Row], evals: list[Row]) -> Pa
 
 
 def _plot_load(folder: Path, train: list[Row]) -> Path:
+    from matplotlib.ticker import MaxNLocator
+
     num_layers, num_experts = len(train[0]["expert_load"]), len(train[0]["expert_load"][0])
     columns = min(2, num_layers)
     lines = math.ceil(num_layers / columns)
@@ -91,9 +93,10 @@ def _plot_load(folder: Path, train: list[Row]) -> Path:
             continue
         load = _relative_load(train, layer)
         edges = [steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1), *steps]
-        image = axes.pcolormesh(edges, range(num_experts + 1), load, cmap="RdBu_r", vmin=0, vmax=2, rasterized=True)
+        image = axes.pcolormesh(edges, [e - 0.5 for e in range(num_experts + 1)], load, cmap="RdBu_r", vmin=0, vmax=2, rasterized=True)
         axes.set_title(f"MoE block {layer}", fontsize=9)
         axes.set_ylabel("expert", fontsize=8)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in grid[-1]:
         axes.set_xlabel("step", fontsize=8)
     bar = figure.colorbar(image, ax=grid, shrink=0.8, extend="max")
