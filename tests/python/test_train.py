@@ -13,16 +13,20 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from moestro.train import checkpoint
 from moestro.train.cli import main
 
 # Small enough that a step takes milliseconds; one thread, so that a busy machine does not make the cores spin.
-SMALL = ("--threads 1 --d-model 32 --num-layers 2 --num-heads 2 --seq-len 32 --batch-size 8 --num-experts 4 --top-k 2 "
-         "--d-ff 16 --lr 0.02 --warmup 5 --log-every 1 --eval-every 10 --eval-batches 4 --sample-tokens 8").split()
+SMALL = (
+    "--threads 1 --d-model 32 --num-layers 2 --num-heads 2 --seq-len 32 --batch-size 8 --num-experts 4 --top-k 2 "
+    "--d-ff 16 --lr 0.02 --warmup 5 --log-every 1 --eval-every 10 --eval-batches 4 --sample-tokens 8"
+).split()
 BACKENDS = ("moestro", "eager")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1",
-               "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,20 +72,32 @@ def test_learns_more_than_letter_frequencies(finished):
 
 
 def test_metrics_have_their_schema(finished):
-    run, = rows_of(finished, "run")
-    assert set("TdnEK") | {"dtype", "device", "versions", "date", "commit", "config", "preset", "unit"} <= run.keys()
+    (run,) = rows_of(finished, "run")
+    assert (
+        set("TdnEK") | {"dtype", "device", "versions", "date", "commit", "config", "preset", "unit"}
+        <= run.keys()
+    )
     assert (run["T"], run["d"], run["n"], run["E"], run["K"]) == (8 * 32, 32, 16, 4, 2)
     steps = rows_of(finished, "train")
     assert [row["step"] for row in steps] == list(range(1, 101))
     for row in steps:
-        for key in ("loss", "balance_loss", "z_loss", "grad_norm", "lr", "tokens_per_s", "step_s", "experts_s"):
+        for key in (
+            "loss",
+            "balance_loss",
+            "z_loss",
+            "grad_norm",
+            "lr",
+            "tokens_per_s",
+            "step_s",
+            "experts_s",
+        ):
             assert math.isfinite(row[key]) and row[key] > 0, key
         assert 0 < row["experts_s"] < row["step_s"]
         assert 0.9 <= row["balance_loss"] <= 4.0
         assert [sum(layer) for layer in row["expert_load"]] == [8 * 32 * 2] * 2  # every pair is counted
         assert row["dropped_pairs"] == row["rounded_pairs"] == 0
         assert row["rss_bytes"] > 1 << 20
-    summary, = rows_of(finished, "summary")
+    (summary,) = rows_of(finished, "summary")
     assert summary["finished"] and summary["tokens"] == 100 * 8 * 32 and 0 < summary["experts_share"] < 1
     assert len(rows_of(finished, "sample")[0]["text"]) > len("def ")
 
@@ -112,15 +128,28 @@ def test_sample_command(finished, capsys):
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path, text):
-    assert train(tmp_path, text, "--steps", 9, "--checkpoint-every", 2, "--keep", 3, "--no-report", "--name", "r") == 0
+    assert (
+        train(
+            tmp_path, text, "--steps", 9, "--checkpoint-every", 2, "--keep", 3, "--no-report", "--name", "r"
+        )
+        == 0
+    )
     assert [path.name for path in sorted((tmp_path / "r" / "checkpoints").iterdir())] == [
-        "step-00000006.pt", "step-00000008.pt", "step-00000009.pt"]
+        "step-00000006.pt",
+        "step-00000008.pt",
+        "step-00000009.pt",
+    ]
 
 
 def test_backends_give_the_same_curve(tmp_path, text):
     curves = {}
     for backend in BACKENDS:
-        assert train(tmp_path, text, "--steps", 10, "--name", backend, "--experts-backend", backend, "--no-report") == 0
+        assert (
+            train(
+                tmp_path, text, "--steps", 10, "--name", backend, "--experts-backend", backend, "--no-report"
+            )
+            == 0
+        )
         curves[backend] = [row["loss"] for row in rows_of(tmp_path / backend, "train")]
     assert curves["moestro"] == pytest.approx(curves["eager"], rel=2e-4)
 
@@ -129,32 +158,78 @@ def test_accumulation_equals_one_large_batch(tmp_path, text):
     """Without the auxiliary losses, which are a micro-batch's own, two halves give the whole's gradient."""
     curves = []
     for name, batch, accumulate in (("whole", 8, 1), ("halves", 4, 2)):
-        assert train(tmp_path, text, "--steps", 8, "--name", name, "--batch-size", batch, "--grad-accum", accumulate,
-                     "--balance-coef", 0, "--z-coef", 0, "--no-report", "--sample-tokens", 0) == 0
+        assert (
+            train(
+                tmp_path,
+                text,
+                "--steps",
+                8,
+                "--name",
+                name,
+                "--batch-size",
+                batch,
+                "--grad-accum",
+                accumulate,
+                "--balance-coef",
+                0,
+                "--z-coef",
+                0,
+                "--no-report",
+                "--sample-tokens",
+                0,
+            )
+            == 0
+        )
         curves.append([row["loss"] for row in rows_of(tmp_path / name, "train")])
     assert curves[0] == pytest.approx(curves[1], rel=2e-4)
 
 
 # Resuming
 
+
 def start(out, text, name, *more):
-    command = [sys.executable, "-m", "moestro.train", "--data", str(text), "--out", str(out), "--name", name, *SMALL,
-               *map(str, more)]
-    return subprocess.Popen(command, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command = [
+        sys.executable,
+        "-m",
+        "moestro.train",
+        "--data",
+        str(text),
+        "--out",
+        str(out),
+        "--name",
+        name,
+        *SMALL,
+        *map(str, more),
+    ]
+    return subprocess.Popen(
+        command, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def wait_for_step(folder, step, process, limit=120.0):
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline and process.poll() is None:
         if (folder / "metrics.jsonl").is_file() and any(
-                f'"step": {step},' in line for line in (folder / "metrics.jsonl").read_text().splitlines()):
+            f'"step": {step},' in line for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ):
             return
         time.sleep(0.01)
     pytest.fail(f"step {step} was not reached: {process.communicate()}")
 
 
-LONG = ("--steps", 400, "--checkpoint-every", 7, "--eval-every", 50, "--log-every", 3, "--no-report",
-        "--sample-tokens", 0)
+LONG = (
+    "--steps",
+    400,
+    "--checkpoint-every",
+    7,
+    "--eval-every",
+    50,
+    "--log-every",
+    3,
+    "--no-report",
+    "--sample-tokens",
+    0,
+)
 
 
 def without_clocks(rows):
@@ -219,6 +294,7 @@ def test_a_run_folder_is_never_overwritten(tmp_path, text, capsys):
 
 # What can be wrong
 
+
 @pytest.fixture(scope="module")
 def good(tmp_path_factory, text):
     out = tmp_path_factory.mktemp("good")
@@ -249,9 +325,15 @@ def damage_empty(path):
     path.write_bytes(b"")
 
 
-@pytest.mark.parametrize("damage, says", [
-    (damage_end, "is damaged"), (damage_middle, "is damaged"), (damage_empty, "is damaged"),
-    (damage_kind, "is not a checkpoint of this trainer")])
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (damage_end, "is damaged"),
+        (damage_middle, "is damaged"),
+        (damage_empty, "is damaged"),
+        (damage_kind, "is not a checkpoint of this trainer"),
+    ],
+)
 def test_a_broken_checkpoint_is_refused(run, capsys, damage, says):
     newest = checkpoint.find(str(run))
     damage(newest)
@@ -286,7 +368,12 @@ def test_a_finished_run_has_nothing_to_resume(run, capsys):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, text, capsys):
-    assert train(tmp_path, text, "--steps", 50, "--lr", 1e30, "--clip", 0, "--name", "r", "--checkpoint-every", 1) == 1
+    assert (
+        train(
+            tmp_path, text, "--steps", 50, "--lr", 1e30, "--clip", 0, "--name", "r", "--checkpoint-every", 1
+        )
+        == 1
+    )
     assert "is not finite at step" in capsys.readouterr().err
     saved = checkpoint.load(checkpoint.find(str(tmp_path / "r")))
     assert math.isfinite(float(saved["window"]["sums"].sum()))
@@ -309,11 +396,17 @@ BAD = [
     (["--data", "empty"], "--data: folder 'empty' holds no text file"),
     (["--data", "short.txt"], "expected more than --seq-len + 1 = 257"),
     (["--data", "short.txt", "tokens.bin"], "--data: expected text or token files (.bin, .npy), got both"),
-    (["--data", "tokens.bin", "--vocab-size", "50"], "--vocab-size: the training part holds token 99, expected 0..49"),
+    (
+        ["--data", "tokens.bin", "--vocab-size", "50"],
+        "--vocab-size: the training part holds token 99, expected 0..49",
+    ),
     (["--data", "broken.npy"], "--data: cannot map token file 'broken.npy'"),
     (["--data", "matrix.npy"], "--data: token file 'matrix.npy' holds float64 [3, 3]"),
     (["--data", "long.txt", "--vocab-size", "100"], "--vocab-size: expected at least 257 for text, got 100"),
-    (["--data", "long.txt", "--val-data", "tokens.bin"], "--val-data: expected bytes as in --data, got tokens"),
+    (
+        ["--data", "long.txt", "--val-data", "tokens.bin"],
+        "--val-data: expected bytes as in --data, got tokens",
+    ),
     (["--config", "missing.toml"], "--config: cannot read 'missing.toml'"),
     (["--config", "short.txt"], "--config: expected a .toml or .json file, got 'short.txt'"),
     (["--config", "broken.json"], "--config: 'broken.json' is not valid JSON"),
@@ -360,8 +453,13 @@ def test_help_is_grouped(capsys):
     for command in ([], ["sample"], ["bench"], ["report"]):
         assert main([*command, "--help"]) == 0
     text = capsys.readouterr().out
-    for word in ("the model:", "the text to learn from:", "optimisation:", "output, progress and checkpoints:",
-                 "Precedence: flag"):
+    for word in (
+        "the model:",
+        "the text to learn from:",
+        "optimisation:",
+        "output, progress and checkpoints:",
+        "Precedence: flag",
+    ):
         assert word in text
     assert max(map(len, text.splitlines())) <= 112
 
@@ -369,9 +467,24 @@ def test_help_is_grouped(capsys):
 def test_bench_prints_and_appends_a_row(tmp_path, text, capsys):
     out = tmp_path / "rows.jsonl"
     small = [word for word in SMALL]
-    assert main(["bench", "--data", str(text), *small, "--pairs", "3", "--warmup-pairs", "1", "--out-file",
-                 str(out)]) == 0
-    row, = map(json.loads, out.read_text().splitlines())
+    assert (
+        main(
+            [
+                "bench",
+                "--data",
+                str(text),
+                *small,
+                "--pairs",
+                "3",
+                "--warmup-pairs",
+                "1",
+                "--out-file",
+                str(out),
+            ]
+        )
+        == 0
+    )
+    (row,) = map(json.loads, out.read_text().splitlines())
     assert set("TdnEK") | {"dtype", "device", "versions", "date", "commit", "speedup"} <= row.keys()
     assert row["moestro_last_loss"] == pytest.approx(row["eager_last_loss"], rel=1e-4)
     assert row["moestro_tokens_per_s"] > 0 and row["eager_tokens_per_s"] > 0

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-
 from moestro.train import config as settings
 from moestro.train import data, kept, metrics
 from moestro.train.config import TrainConfig
@@ -35,19 +34,25 @@ def test_flags_over_file_over_preset_over_defaults(tmp_path):
 
 def test_json_and_toml_agree(tmp_path):
     (tmp_path / "c.toml").write_text(TOML)
-    (tmp_path / "c.json").write_text(json.dumps(
-        {"preset": "small", "steps": 7, "training": {"lr": 1}, "data": {"data": ["a", "b"]}}))
-    assert settings.build(None, str(tmp_path / "c.toml"), {}) == settings.build(None, str(tmp_path / "c.json"), {})
+    (tmp_path / "c.json").write_text(
+        json.dumps({"preset": "small", "steps": 7, "training": {"lr": 1}, "data": {"data": ["a", "b"]}})
+    )
+    assert settings.build(None, str(tmp_path / "c.toml"), {}) == settings.build(
+        None, str(tmp_path / "c.json"), {}
+    )
 
 
-@pytest.mark.parametrize("content, says", [
-    ('{"model": {"lr": 1}}', "unknown setting 'model.lr'"),  # in the wrong table
-    ('{"lr": 1, "training": {"lr": 2}}', "sets 'lr' twice"),
-    ('{"report": 1}', "expected bool, got 1"),
-    ('{"steps": true}', "expected int, got True"),
-    ('{"data": [1]}', "expected a list of paths"),
-    ("[1]", "expected a table of settings"),
-])
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        ('{"model": {"lr": 1}}', "unknown setting 'model.lr'"),  # in the wrong table
+        ('{"lr": 1, "training": {"lr": 2}}', "sets 'lr' twice"),
+        ('{"report": 1}', "expected bool, got 1"),
+        ('{"steps": true}', "expected int, got True"),
+        ('{"data": [1]}', "expected a list of paths"),
+        ("[1]", "expected a table of settings"),
+    ],
+)
 def test_files_that_are_wrong(tmp_path, content, says):
     (tmp_path / "c.json").write_text(content)
     with pytest.raises(TrainError, match="(?s)" + says.replace("[", r"\[")):
@@ -73,6 +78,7 @@ def test_learning_rate_warms_up_then_falls():
 
 
 # Data
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -100,7 +106,9 @@ def test_the_split_depends_on_paths_alone(folder):
         assert (content in held_out) == data.in_validation(key, 0.2)
         assert (content in text) != (content in held_out)
     assert "never read" not in text + held_out
-    another = next(name for name in map("more{}.txt".format, range(99)) if not data.in_validation(f"d0/{name}", 0.2))
+    another = next(
+        name for name in map("more{}.txt".format, range(99)) if not data.in_validation(f"d0/{name}", 0.2)
+    )
     (folder / "d0" / another).write_text("more")
     moved = folder.rename(folder.parent / "elsewhere")
     second = corpus(data=(str(moved),), val_fraction=0.2)
@@ -177,12 +185,17 @@ def test_unigram_bits_are_the_cross_entropy_of_counts():
     train = np.array([0] * 6 + [1] * 2 + [data.END_OF_DOCUMENT], dtype=np.uint16)
     window = torch.tensor([[7, 0, 1, 0, data.END_OF_DOCUMENT]])  # the first is input only
     probability = {0: 7 / 273, 1: 3 / 273, data.END_OF_DOCUMENT: 2 / 273}
-    bits = -math.log2(probability[0]) * 2 - math.log2(probability[1]) - math.log2(probability[data.END_OF_DOCUMENT])
+    bits = (
+        -math.log2(probability[0]) * 2
+        - math.log2(probability[1])
+        - math.log2(probability[data.END_OF_DOCUMENT])
+    )
     assert data.unigram_bits(train, [window], 264, "byte") == pytest.approx(bits / 3)
     assert data.unigram_bits(train, [window], 264, "token") == pytest.approx(bits / 4)
 
 
 # Model
+
 
 def test_eager_experts_against_the_plain_sum():
     torch.manual_seed(0)
@@ -226,8 +239,17 @@ def test_rotation_depends_on_distance_alone():
     assert torch.allclose(q10.norm(dim=1), q.norm().expand(10))
 
 
-SMALL = TrainConfig(d_model=16, num_layers=2, num_heads=2, seq_len=12, num_experts=4, top_k=2, d_ff=8, dense_layers=1,
-                    experts_backend="eager")
+SMALL = TrainConfig(
+    d_model=16,
+    num_layers=2,
+    num_heads=2,
+    seq_len=12,
+    num_experts=4,
+    top_k=2,
+    d_ff=8,
+    dense_layers=1,
+    experts_backend="eager",
+)
 
 
 def test_the_model_cannot_see_the_future():
@@ -252,6 +274,7 @@ def test_parameters_are_counted():
 
 
 # Memory and metrics
+
 
 def test_kept_bytes_by_formula():
     got = kept.by_formula(num_tokens=100, d=16, n=8, num_experts=4, top_k=2, itemsize=2)

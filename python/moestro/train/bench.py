@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from moestro.train import data, metrics
 from moestro.train.config import TrainConfig
 from moestro.train.errors import TrainError
@@ -42,8 +41,13 @@ def compare(config: TrainConfig, preset: str, pairs: int, warmup: int, out: str 
                 seconds[name].append(elapsed)
                 experts[name].append(spent)
     tokens = config.batch_size * config.grad_accum * config.seq_len
-    row: dict[str, Any] = {"bench": "train_step", **metrics.result_keys(config, device),
-                           "layers": config.num_layers, "save": config.save, "pairs": pairs}
+    row: dict[str, Any] = {
+        "bench": "train_step",
+        **metrics.result_keys(config, device),
+        "layers": config.num_layers,
+        "save": config.save,
+        "pairs": pairs,
+    }
     for name in BACKENDS:
         row[f"{name}_step_ms"] = statistics.median(seconds[name]) * 1e3
         row[f"{name}_tokens_per_s"] = tokens / statistics.median(seconds[name])
@@ -70,7 +74,11 @@ def _synchronise(device: torch.device) -> None:
 def _print(row: dict[str, Any]) -> None:
     print(f"{'experts':10} {'ms a step':>10} {'tokens/s':>10} {'MoE share':>10} {'last loss':>10}")
     for name in BACKENDS:
-        print(f"{name:10} {row[f'{name}_step_ms']:10.1f} {row[f'{name}_tokens_per_s']:10,.0f} "
-              f"{row[f'{name}_moe_share']:10.0%} {row[f'{name}_last_loss']:10.4f}")
+        print(
+            f"{name:10} {row[f'{name}_step_ms']:10.1f} {row[f'{name}_tokens_per_s']:10,.0f} "
+            f"{row[f'{name}_moe_share']:10.0%} {row[f'{name}_last_loss']:10.4f}"
+        )
     low, high = row["speedup_quartiles"]
-    print(f"moestro is {row['speedup']:.2f}x as fast (median of {row['pairs']} pairs; quartiles {low:.2f} to {high:.2f})")
+    print(
+        f"moestro is {row['speedup']:.2f}x as fast (median of {row['pairs']} pairs; quartiles {low:.2f} to {high:.2f})"
+    )

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from moestro.train.errors import TrainError
 
 FORMAT = 1
-_KEYS = frozenset(("format", "config", "preset", "step", "data", "fingerprint", "model", "optimizer", "window", "rng"))
+_KEYS = frozenset(
+    ("format", "config", "preset", "step", "data", "fingerprint", "model", "optimizer", "window", "rng")
+)
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -80,7 +81,14 @@ def load(path: Path) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise TrainError(f"cannot read checkpoint '{path}': {error.strerror}") from None
-    except (zipfile.BadZipFile, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
+    except (
+        zipfile.BadZipFile,
+        RuntimeError,
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        KeyError,
+    ) as error:
         reason = str(error).splitlines()[0]
         older = [other for other in list_checkpoints(path.parent) if other < path]
         hint = f"; the one before it is '{older[-1]}'" if older else ""

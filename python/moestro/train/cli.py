@@ -6,8 +6,9 @@ import argparse
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Sequence
+from typing import Any, NoReturn
 
 from moestro.train import config as settings
 from moestro.train.config import TrainConfig
@@ -48,36 +49,68 @@ def _parser(command: str) -> _Parser:
         parser.description, parser.epilog = DESCRIPTION, EPILOG
         parser.usage = "%(prog)s [train] [settings]"
     elif command == "bench":
-        parser.description = ("Trains the same model with moestro and with a loop over experts in plain torch, step by "
-                              "step in turn,\nand prints the median of the paired ratios.")
+        parser.description = (
+            "Trains the same model with moestro and with a loop over experts in plain torch, step by "
+            "step in turn,\nand prints the median of the paired ratios."
+        )
         parser.usage = "%(prog)s [settings]"
     elif command == "sample":
         parser.description = "Writes text with a trained model."
-        parser.add_argument("--checkpoint", required=True, metavar="PATH", help="a checkpoint file or a run folder")
-        parser.add_argument("--prompt", default="def ", metavar="TEXT", help="text to continue (default 'def ')")
-        parser.add_argument("--tokens", type=int, default=300, metavar="N", help="how many to write (default 300)")
-        parser.add_argument("--temperature", type=float, default=0.8, metavar="X",
-                            help="0 takes the likeliest token (default 0.8)")
-        parser.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N likeliest; 0: all")
+        parser.add_argument(
+            "--checkpoint", required=True, metavar="PATH", help="a checkpoint file or a run folder"
+        )
+        parser.add_argument(
+            "--prompt", default="def ", metavar="TEXT", help="text to continue (default 'def ')"
+        )
+        parser.add_argument(
+            "--tokens", type=int, default=300, metavar="N", help="how many to write (default 300)"
+        )
+        parser.add_argument(
+            "--temperature",
+            type=float,
+            default=0.8,
+            metavar="X",
+            help="0 takes the likeliest token (default 0.8)",
+        )
+        parser.add_argument(
+            "--top-k", type=int, default=0, metavar="N", help="draw from the N likeliest; 0: all"
+        )
         parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default 0)")
         parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-        parser.add_argument("--experts-backend", choices=("moestro", "eager"), default=None,
-                            help="default: as in the run")
+        parser.add_argument(
+            "--experts-backend", choices=("moestro", "eager"), default=None, help="default: as in the run"
+        )
     else:
         parser.description = "Makes report.html and the plots of a run again from its metrics.jsonl."
         parser.add_argument("run", metavar="RUN", help="the run's folder")
     if command in ("train", "bench"):
         source = parser.add_argument_group("where settings come from")
-        source.add_argument("--preset", choices=tuple(settings.PRESETS), default=None,
-                            help="tiny: about 3 minutes on 2 CPU cores (default); small: one GPU")
-        source.add_argument("--config", metavar="FILE", default=None, help="a .toml or .json file of settings")
+        source.add_argument(
+            "--preset",
+            choices=tuple(settings.PRESETS),
+            default=None,
+            help="tiny: about 3 minutes on 2 CPU cores (default); small: one GPU",
+        )
+        source.add_argument(
+            "--config", metavar="FILE", default=None, help="a .toml or .json file of settings"
+        )
         if command == "train":
-            source.add_argument("--resume", metavar="PATH", default=None,
-                                help="a run folder or its newest checkpoint; settings come from there")
+            source.add_argument(
+                "--resume",
+                metavar="PATH",
+                default=None,
+                help="a run folder or its newest checkpoint; settings come from there",
+            )
         else:
-            source.add_argument("--pairs", type=int, default=15, metavar="N", help="timed pairs of steps (default 15)")
-            source.add_argument("--warmup-pairs", type=int, default=3, metavar="N", help="pairs not timed (default 3)")
-            source.add_argument("--out-file", metavar="FILE", default=None, help="append the row of results to FILE")
+            source.add_argument(
+                "--pairs", type=int, default=15, metavar="N", help="timed pairs of steps (default 15)"
+            )
+            source.add_argument(
+                "--warmup-pairs", type=int, default=3, metavar="N", help="pairs not timed (default 3)"
+            )
+            source.add_argument(
+                "--out-file", metavar="FILE", default=None, help="append the row of results to FILE"
+            )
         settings.add_flags(parser)
     return parser
 
@@ -117,7 +150,9 @@ def _train(options: argparse.Namespace) -> int:
         path = checkpoint.find(options.resume)
         content = checkpoint.load(path)
         if options.preset and options.preset != content["preset"]:
-            raise TrainError(f"--resume: '{path}' was written with --preset {content['preset']}, got {options.preset}")
+            raise TrainError(
+                f"--resume: '{path}' was written with --preset {content['preset']}, got {options.preset}"
+            )
         config = settings.resumed(_saved_config(content, path), config, explicit, str(path))
         preset = content["preset"]
     corpus = data.load_corpus(config)
@@ -128,15 +163,22 @@ def _train(options: argparse.Namespace) -> int:
     else:
         trainer.restore(content, path)
         if trainer.step >= config.steps:
-            raise TrainError(f"--resume: '{path}' is at step {trainer.step} of {config.steps} already; "
-                             "give more --steps to go on")
+            raise TrainError(
+                f"--resume: '{path}' is at step {trainer.step} of {config.steps} already; "
+                "give more --steps to go on"
+            )
         folder = trainer.folder = _resume_folder(config, path, explicit)
         lost = metrics.rewind_metrics(folder / "metrics.jsonl", trainer.step)
-        print(f"going on from step {trainer.step} of {path}"
-              + (f"; {lost} rows of later steps are written again" if lost else ""))
-    print(f"data: {corpus.summary}\nmodel: {describe(config, trainer.model)}\n"
-          f"device: {metrics.device_name(trainer.device)}, {config.dtype}, experts by {config.experts_backend}\n"
-          f"run: {folder}", flush=True)
+        print(
+            f"going on from step {trainer.step} of {path}"
+            + (f"; {lost} rows of later steps are written again" if lost else "")
+        )
+    print(
+        f"data: {corpus.summary}\nmodel: {describe(config, trainer.model)}\n"
+        f"device: {metrics.device_name(trainer.device)}, {config.dtype}, experts by {config.experts_backend}\n"
+        f"run: {folder}",
+        flush=True,
+    )
     stop = StopRequest()
     with stop:
         trainer.run(stop)
@@ -172,7 +214,9 @@ def _new_folder(config: TrainConfig, preset: str) -> Path:
             except FileExistsError:
                 number += 1
     except FileExistsError:
-        raise TrainError(f"--name: '{out / config.name}' exists already; choose another name, or --resume it") from None
+        raise TrainError(
+            f"--name: '{out / config.name}' exists already; choose another name, or --resume it"
+        ) from None
     except OSError as error:
         raise TrainError(f"--out: cannot make a folder in '{out}': {error.strerror}") from None
 
@@ -191,8 +235,10 @@ def _resume_folder(config: TrainConfig, path: Path, explicit: set[str]) -> Path:
         raise TrainError(f"--resume: '{path}' is not inside a run folder; give --name for a new run")
     newest = checkpoint.list_checkpoints(path.parent)[-1]
     if newest.name != path.name:
-        raise TrainError(f"--resume: '{path}' is older than '{newest.name}'; give --name for a new run that starts "
-                         "there, or remove the newer one")
+        raise TrainError(
+            f"--resume: '{path}' is older than '{newest.name}'; give --name for a new run that starts "
+            "there, or remove the newer one"
+        )
     return path.parent.parent
 
 
@@ -214,8 +260,17 @@ def _sample(options: argparse.Namespace) -> int:
     device = pick_device(config)
     model = LanguageModel(config)
     load_weights(model, content, path)
-    print(generate_text(model.to(device).eval(), content["unit"], options.prompt, options.tokens, options.temperature,
-                        options.top_k, options.seed))
+    print(
+        generate_text(
+            model.to(device).eval(),
+            content["unit"],
+            options.prompt,
+            options.tokens,
+            options.temperature,
+            options.top_k,
+            options.seed,
+        )
+    )
     return 0
 
 

@@ -34,8 +34,14 @@ def _setting(
     resumable: bool = False,
 ) -> Any:
     """A field; `resumable` ones may differ from the checkpoint that a run continues from."""
-    metadata = {"group": group, "help": help, "choices": choices, "low": low, "high": high,
-                "resumable": resumable}
+    metadata = {
+        "group": group,
+        "help": help,
+        "choices": choices,
+        "low": low,
+        "high": high,
+        "resumable": resumable,
+    }
     if isinstance(default, (list, tuple)):
         return dataclasses.field(default_factory=lambda: tuple(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -52,29 +58,47 @@ class TrainConfig:
     num_experts: int = _setting(16, "model", "experts E of each MoE block", low=1)
     top_k: int = _setting(2, "model", "experts K that each token is sent to", low=1)
     d_ff: int = _setting(128, "model", "hidden dimension n of one expert", low=1)
-    dense_layers: int = _setting(0, "model", "how many first blocks have a dense MLP of width K*n instead", low=0)
-    vocab_size: int = _setting(264, "model", "tokens: 256 bytes, 256 ends a document, the rest is spare", low=1)
+    dense_layers: int = _setting(
+        0, "model", "how many first blocks have a dense MLP of width K*n instead", low=0
+    )
+    vocab_size: int = _setting(
+        264, "model", "tokens: 256 bytes, 256 ends a document, the rest is spare", low=1
+    )
     rope_theta: float = _setting(10000.0, "model", "base of the rotary position angles", low=1.0)
     experts_backend: str = _setting(
-        "moestro", "model", "who computes the experts: moestro, or a loop over experts in plain torch",
-        choices=("moestro", "eager"), resumable=True)
+        "moestro",
+        "model",
+        "who computes the experts: moestro, or a loop over experts in plain torch",
+        choices=("moestro", "eager"),
+        resumable=True,
+    )
     save: str = _setting(
-        "preactivation", "model", "what moestro keeps for backward", choices=("preactivation", "all", "none"),
-        resumable=True)
+        "preactivation",
+        "model",
+        "what moestro keeps for backward",
+        choices=("preactivation", "all", "none"),
+        resumable=True,
+    )
 
     data: tuple[str, ...] = _setting(
-        (), "data", "files, folders or token files (.bin, .npy); none: the Python standard library's sources")
+        (), "data", "files, folders or token files (.bin, .npy); none: the Python standard library's sources"
+    )
     val_data: tuple[str, ...] = _setting((), "data", "separate validation data, instead of a part of --data")
     val_fraction: float = _setting(0.05, "data", "part of --data held out for validation", low=0.0, high=0.5)
     bin_dtype: str = _setting(
-        "uint16", "data", "type of the tokens in .bin files (little-endian)",
-        choices=("uint8", "uint16", "int32", "uint32"))
+        "uint16",
+        "data",
+        "type of the tokens in .bin files (little-endian)",
+        choices=("uint8", "uint16", "int32", "uint32"),
+    )
 
     steps: int = _setting(500, "training", "optimiser steps", low=1, resumable=True)
     batch_size: int = _setting(16, "training", "sequences in one micro-batch", low=1)
     grad_accum: int = _setting(1, "training", "micro-batches summed into one step", low=1)
     lr: float = _setting(3e-3, "training", "peak learning rate", low=0.0)
-    min_lr_ratio: float = _setting(0.05, "training", "last learning rate as a part of the peak", low=0.0, high=1.0)
+    min_lr_ratio: float = _setting(
+        0.05, "training", "last learning rate as a part of the peak", low=0.0, high=1.0
+    )
     warmup: int = _setting(30, "training", "steps of linear warm-up before the cosine", low=0)
     weight_decay: float = _setting(0.1, "training", "AdamW weight decay of matrices", low=0.0)
     beta1: float = _setting(0.9, "training", "AdamW beta1", low=0.0, high=1.0)
@@ -82,27 +106,41 @@ class TrainConfig:
     clip: float = _setting(1.0, "training", "largest gradient norm; 0 turns clipping off", low=0.0)
     balance_coef: float = _setting(0.01, "training", "weight of the load-balance loss", low=0.0)
     z_coef: float = _setting(0.001, "training", "weight of the router's z-loss", low=0.0)
-    dtype: str = _setting("f32", "training", "f32, or bf16 autocast with f32 parameters", choices=("f32", "bf16"))
+    dtype: str = _setting(
+        "f32", "training", "f32, or bf16 autocast with f32 parameters", choices=("f32", "bf16")
+    )
     seed: int = _setting(0, "training", "seed of the weights and of the data order", low=0)
     device: str = _setting(
-        "auto", "training", "auto takes CUDA where there is a GPU", choices=("auto", "cpu", "cuda"), resumable=True)
+        "auto",
+        "training",
+        "auto takes CUDA where there is a GPU",
+        choices=("auto", "cpu", "cuda"),
+        resumable=True,
+    )
     threads: int = _setting(0, "training", "CPU threads; 0 leaves torch's choice", low=0, resumable=True)
 
-    name: str = _setting("", "run", "folder under --out; default: the preset's name and a number", resumable=True)
+    name: str = _setting(
+        "", "run", "folder under --out; default: the preset's name and a number", resumable=True
+    )
     out: str = _setting("runs", "run", "where run folders are made", resumable=True)
     log_every: int = _setting(10, "run", "steps between rows of metrics.jsonl", low=1)
-    eval_every: int = _setting(100, "run", "steps between validations; 0: only at the end", low=0, resumable=True)
+    eval_every: int = _setting(
+        100, "run", "steps between validations; 0: only at the end", low=0, resumable=True
+    )
     eval_batches: int = _setting(16, "run", "micro-batches of one validation", low=1, resumable=True)
-    checkpoint_every: int = _setting(100, "run", "steps between checkpoints; 0: only at the end", low=0,
-                                     resumable=True)
+    checkpoint_every: int = _setting(
+        100, "run", "steps between checkpoints; 0: only at the end", low=0, resumable=True
+    )
     keep: int = _setting(2, "run", "newest checkpoints kept", low=1, resumable=True)
     sample_tokens: int = _setting(300, "run", "tokens of text written at the end", low=0, resumable=True)
     prompt: str = _setting("def ", "run", "text that the sample continues", resumable=True)
     report: bool = _setting(True, "run", "write report.html and the plots at the end", resumable=True)
 
     def as_dict(self) -> dict[str, Any]:
-        return {key: list(value) if isinstance(value, tuple) else value
-                for key, value in dataclasses.asdict(self).items()}
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in dataclasses.asdict(self).items()
+        }
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
@@ -112,8 +150,22 @@ _TYPES = typing.get_type_hints(TrainConfig)
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "small": dict(
-        d_model=768, num_layers=12, num_heads=12, seq_len=1024, num_experts=64, top_k=8, d_ff=256, dense_layers=1,
-        steps=2000, batch_size=32, grad_accum=1, lr=6e-4, warmup=200, dtype="bf16", eval_every=250, eval_batches=8,
+        d_model=768,
+        num_layers=12,
+        num_heads=12,
+        seq_len=1024,
+        num_experts=64,
+        top_k=8,
+        d_ff=256,
+        dense_layers=1,
+        steps=2000,
+        batch_size=32,
+        grad_accum=1,
+        lr=6e-4,
+        warmup=200,
+        dtype="bf16",
+        eval_every=250,
+        eval_batches=8,
         checkpoint_every=500,
     ),
 }
@@ -150,7 +202,9 @@ def read_file(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TrainError(f"--config: cannot read '{path}': {getattr(error, 'strerror', None) or error}") from None
+        raise TrainError(
+            f"--config: cannot read '{path}': {getattr(error, 'strerror', None) or error}"
+        ) from None
     try:
         if suffix == ".toml":
             import tomllib  # Python 3.11
@@ -197,7 +251,11 @@ def _checked(name: str, value: Any, origin: str) -> Any:
         raise TrainError(f"{where}: expected one of {', '.join(metadata['choices'])}, got '{value}'")
     if kind in (int, float):
         low, high = metadata["low"], metadata["high"]
-        if not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
+        if (
+            not math.isfinite(value)
+            or (low is not None and value < low)
+            or (high is not None and value > high)
+        ):
             bounds = f"at least {low}" if high is None else f"between {low} and {high}"
             raise TrainError(f"{where}: expected {bounds}, got {value}")
     return value
@@ -233,12 +291,14 @@ def check(config: TrainConfig) -> None:
     if config.d_model % config.num_heads or (config.d_model // config.num_heads) % 2:
         raise TrainError(
             f"--num-heads: expected a divisor of --d-model {config.d_model} with an even quotient, "
-            f"got {config.num_heads}")
+            f"got {config.num_heads}"
+        )
     if config.top_k > config.num_experts:
         raise TrainError(f"--top-k: expected at most --num-experts {config.num_experts}, got {config.top_k}")
     if config.dense_layers >= config.num_layers:
         raise TrainError(
-            f"--dense-layers: expected fewer than --num-layers {config.num_layers}, got {config.dense_layers}")
+            f"--dense-layers: expected fewer than --num-layers {config.num_layers}, got {config.dense_layers}"
+        )
     if Path(config.name).name != config.name or config.name in (".", ".."):
         raise TrainError(f"--name: expected a plain folder name, got '{config.name}'")
 
@@ -251,6 +311,8 @@ def resumed(saved: TrainConfig, asked: TrainConfig, explicit: set[str], where: s
         if not FIELDS[name].metadata["resumable"] and getattr(saved, name) != getattr(asked, name)
     ]
     if different:
-        raise TrainError(f"--resume: '{where}' was written with another configuration: {'; '.join(different)}")
+        raise TrainError(
+            f"--resume: '{where}' was written with another configuration: {'; '.join(different)}"
+        )
     free = {name: getattr(asked, name) for name in explicit if FIELDS[name].metadata["resumable"]}
     return dataclasses.replace(saved, **free)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
 from moestro.train.config import TrainConfig
 from moestro.train.errors import TrainError
 
@@ -71,10 +70,13 @@ def load_corpus(config: TrainConfig) -> Corpus:
         if len(tokens) <= config.seq_len + 1:
             raise TrainError(
                 f"--data: the {part} part of {origin} has {len(tokens)} tokens, expected more than "
-                f"--seq-len + 1 = {config.seq_len + 1}")
+                f"--seq-len + 1 = {config.seq_len + 1}"
+            )
         _check_range(part, tokens, config.vocab_size)
-    summary = (f"{origin}: {num_files} file{'s' if num_files != 1 else ''}, {len(train_tokens):,} {unit}s to train "
-               f"and {len(val_tokens):,} to validate ({how})")
+    summary = (
+        f"{origin}: {num_files} file{'s' if num_files != 1 else ''}, {len(train_tokens):,} {unit}s to train "
+        f"and {len(val_tokens):,} to validate ({how})"
+    )
     return Corpus(train_tokens, val_tokens, unit, summary, _fingerprint(train_tokens, val_tokens))
 
 
@@ -84,13 +86,15 @@ def in_validation(key: str, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
 
 
-def find_documents(root: Path, skipped: frozenset[str] = frozenset(),
-                   suffixes: frozenset[str] = TEXT_SUFFIXES) -> list[_Document]:
+def find_documents(
+    root: Path, skipped: frozenset[str] = frozenset(), suffixes: frozenset[str] = TEXT_SUFFIXES
+) -> list[_Document]:
     """Text files below a folder, by suffix, in path order; hidden names and links are left out."""
     found = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = sorted(s for s in subfolders
-                               if not s.startswith(".") and s not in _SKIPPED_FOLDERS and s not in skipped)
+        subfolders[:] = sorted(
+            s for s in subfolders if not s.startswith(".") and s not in _SKIPPED_FOLDERS and s not in skipped
+        )
         for name in names:
             path = Path(folder, name)
             if not name.startswith(".") and path.suffix.lower() in suffixes and not path.is_symlink():
@@ -101,16 +105,23 @@ def find_documents(root: Path, skipped: frozenset[str] = frozenset(),
 _Piece = tuple[str, np.ndarray]  # key, tokens
 
 
-def _load(setting: str, roots: list[Path], config: TrainConfig, skipped: frozenset[str] = frozenset(),
-          suffixes: frozenset[str] = TEXT_SUFFIXES) -> tuple[list[_Piece], str, int]:
+def _load(
+    setting: str,
+    roots: list[Path],
+    config: TrainConfig,
+    skipped: frozenset[str] = frozenset(),
+    suffixes: frozenset[str] = TEXT_SUFFIXES,
+) -> tuple[list[_Piece], str, int]:
     documents: list[_Document] = []
     token_files: list[Path] = []
     for root in roots:
         if root.is_dir():
             inside = find_documents(root, skipped, suffixes)
             if not inside:
-                raise TrainError(f"{setting}: folder '{root}' holds no text file (looked for {len(suffixes)} suffixes "
-                                 "such as .txt, .md and .py; hidden names are left out)")
+                raise TrainError(
+                    f"{setting}: folder '{root}' holds no text file (looked for {len(suffixes)} suffixes "
+                    "such as .txt, .md and .py; hidden names are left out)"
+                )
             documents += inside
         elif root.is_file():
             if root.suffix.lower() in TOKEN_SUFFIXES:
@@ -122,11 +133,20 @@ def _load(setting: str, roots: list[Path], config: TrainConfig, skipped: frozens
     if token_files and documents:
         raise TrainError(f"{setting}: expected text or token files (.bin, .npy), got both")
     if token_files:
-        return [(path.name, _map_tokens(setting, path, config.bin_dtype)) for path in token_files], "token", len(
-            token_files)
+        return (
+            [(path.name, _map_tokens(setting, path, config.bin_dtype)) for path in token_files],
+            "token",
+            len(token_files),
+        )
     if config.vocab_size < NUM_BYTE_TOKENS:
-        raise TrainError(f"--vocab-size: expected at least {NUM_BYTE_TOKENS} for text, got {config.vocab_size}")
-    return [(document.key, _bytes_as_tokens(setting, document.path)) for document in documents], "byte", len(documents)
+        raise TrainError(
+            f"--vocab-size: expected at least {NUM_BYTE_TOKENS} for text, got {config.vocab_size}"
+        )
+    return (
+        [(document.key, _bytes_as_tokens(setting, document.path)) for document in documents],
+        "byte",
+        len(documents),
+    )
 
 
 def _bytes_as_tokens(setting: str, path: Path) -> np.ndarray:
@@ -149,8 +169,10 @@ def _map_tokens(setting: str, path: Path, bin_dtype: str) -> np.ndarray:
     except (OSError, ValueError, EOFError) as error:
         raise TrainError(f"{setting}: cannot map token file '{path}': {error}") from None
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise TrainError(f"{setting}: token file '{path}' holds {tokens.dtype} {list(tokens.shape)}, "
-                         "expected one dimension of integers")
+        raise TrainError(
+            f"{setting}: token file '{path}' holds {tokens.dtype} {list(tokens.shape)}, "
+            "expected one dimension of integers"
+        )
     return tokens
 
 
@@ -171,11 +193,13 @@ def _split(pieces: list[_Piece], fraction: float) -> tuple[np.ndarray, np.ndarra
 
 def _check_range(part: str, tokens: np.ndarray, vocab_size: int) -> None:
     for start in range(0, len(tokens), 1 << 24):
-        chunk = tokens[start:start + (1 << 24)]
+        chunk = tokens[start : start + (1 << 24)]
         low, high = int(chunk.min()), int(chunk.max())
         if low < 0 or high >= vocab_size:
-            raise TrainError(f"--vocab-size: the {part} part holds token {low if low < 0 else high}, "
-                             f"expected 0..{vocab_size - 1}")
+            raise TrainError(
+                f"--vocab-size: the {part} part holds token {low if low < 0 else high}, "
+                f"expected 0..{vocab_size - 1}"
+            )
 
 
 def _fingerprint(*parts: np.ndarray) -> str:
@@ -223,15 +247,17 @@ class Batches:
 
 
 def windows(tokens: np.ndarray, starts: list[int], seq_len: int) -> torch.Tensor:
-    return torch.from_numpy(np.stack([tokens[s:s + seq_len + 1] for s in starts]).astype(np.int64))
+    return torch.from_numpy(np.stack([tokens[s : s + seq_len + 1] for s in starts]).astype(np.int64))
 
 
-def validation_batches(tokens: np.ndarray, batch_size: int, seq_len: int, num_batches: int) -> list[torch.Tensor]:
+def validation_batches(
+    tokens: np.ndarray, batch_size: int, seq_len: int, num_batches: int
+) -> list[torch.Tensor]:
     """The same windows every time, spread evenly over the validation tokens."""
     available = (len(tokens) - 1) // seq_len
     chosen = min(available, num_batches * batch_size)
     starts = [int(i * available / chosen) * seq_len for i in range(chosen)]
-    return [windows(tokens, starts[i:i + batch_size], seq_len) for i in range(0, chosen, batch_size)]
+    return [windows(tokens, starts[i : i + batch_size], seq_len) for i in range(0, chosen, batch_size)]
 
 
 def unigram_bits(train: np.ndarray, batches: list[torch.Tensor], vocab_size: int, unit: str) -> float:
@@ -239,7 +265,7 @@ def unigram_bits(train: np.ndarray, batches: list[torch.Tensor], vocab_size: int
     on the targets of `batches`."""
     counts = np.ones(vocab_size)
     for start in range(0, len(train), 1 << 24):
-        counts += np.bincount(train[start:start + (1 << 24)], minlength=vocab_size)
+        counts += np.bincount(train[start : start + (1 << 24)], minlength=vocab_size)
     bits = -np.log2(counts / counts.sum())
     targets = np.concatenate([batch[:, 1:].reshape(-1).numpy() for batch in batches])
     return float(bits[targets].sum() / max(1, num_units(targets, unit)))

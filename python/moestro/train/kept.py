@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
-
 from moestro.train.config import TrainConfig
 from moestro.train.model import LanguageModel
+from torch import nn
 
 POLICIES = ("preactivation", "all", "none")
 
 
-def by_formula(num_tokens: int, d: int, n: int, num_experts: int, top_k: int, itemsize: int) -> dict[str, int]:
+def by_formula(
+    num_tokens: int, d: int, n: int, num_experts: int, top_k: int, itemsize: int
+) -> dict[str, int]:
     """Bytes beyond x itself, with R = T*K routed rows and H [R, 2n], A [R, n].
 
     Ours: H (preactivation), H and A (all) or neither (none), and the index lists. Conventional (permute, GEMM,
@@ -22,8 +23,12 @@ def by_formula(num_tokens: int, d: int, n: int, num_experts: int, top_k: int, it
     rows = num_tokens * top_k
     index = 4 * (2 * rows + 2 * num_experts + 1)
     h, a = rows * 2 * n * itemsize, rows * n * itemsize
-    return {"preactivation": h + index, "all": h + a + index, "none": index,
-            "conventional": 2 * rows * d * itemsize + h + a + 4 * 2 * rows}
+    return {
+        "preactivation": h + index,
+        "all": h + a + index,
+        "none": index,
+        "conventional": 2 * rows * d * itemsize + h + a + 4 * 2 * rows,
+    }
 
 
 def measured(block: nn.Module, x: torch.Tensor) -> int:

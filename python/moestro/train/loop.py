@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from moestro.train import checkpoint, data, kept, metrics
 from moestro.train.config import TrainConfig
 from moestro.train.errors import TrainError
 from moestro.train.model import LanguageModel
+from torch import Tensor
 
 
 def pick_device(config: TrainConfig) -> torch.device:
@@ -34,16 +33,23 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     done = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * min(1.0, done))) / 2)
+    return config.lr * (
+        config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+    )
 
 
 def make_optimizer(model: LanguageModel, config: TrainConfig) -> torch.optim.AdamW:
     """Matrices decay; norms do not."""
     parameters = list(model.parameters())
     return torch.optim.AdamW(
-        [{"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
-         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0}],
-        lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+        [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        fused=True,
+    )
 
 
 class StopRequest:
@@ -77,7 +83,8 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config)
         self.batches = data.Batches(corpus.train, config.batch_size, config.seq_len, config.seed)
         self.val_batches = data.validation_batches(
-            corpus.val, config.batch_size, config.seq_len, config.eval_batches)
+            corpus.val, config.batch_size, config.seq_len, config.eval_batches
+        )
         self.unigram = data.unigram_bits(corpus.train, self.val_batches, config.vocab_size, corpus.unit)
         self.window = metrics.Window(len(self.model.moe_layers), config.num_experts, self.device)
         self.clock = metrics.BlockClock(self.model.moe_layers, self.device)
@@ -164,12 +171,16 @@ class Trainer:
                 if evaluate and stop.signal is None:
                     result = self.evaluate()
                     file.write("eval", step=self.step, unit=self.corpus.unit, **result)
-                    progress.line(f"step {self.step}/{c.steps}  validation {result['bits']:.3f} bits per "
-                                  f"{self.corpus.unit} (unigram {self.unigram:.3f})")
+                    progress.line(
+                        f"step {self.step}/{c.steps}  validation {result['bits']:.3f} bits per "
+                        f"{self.corpus.unit} (unigram {self.unigram:.3f})"
+                    )
                 if save:
                     self.save()
                 mark = time.perf_counter()
-            if stop.signal is not None and self.last_checkpoint != checkpoint.path_of(self.checkpoints, self.step):
+            if stop.signal is not None and self.last_checkpoint != checkpoint.path_of(
+                self.checkpoints, self.step
+            ):
                 self.save()
             self.finish(file, progress, stop)
         finally:
@@ -183,19 +194,32 @@ class Trainer:
         if not math.isfinite(values["loss"] + values["grad_norm"]):
             raise TrainError(
                 f"the loss or its gradient is not finite at step {self.step}; lower --lr, and continue from "
-                f"{self.last_checkpoint or 'the beginning (no checkpoint yet)'}")
+                f"{self.last_checkpoint or 'the beginning (no checkpoint yet)'}"
+            )
         tokens = steps * c.batch_size * c.grad_accum * c.seq_len
         experts = self.clock.take()
         self.seconds, self.experts_seconds = self.seconds + seconds, self.experts_seconds + experts
         tokens_per_s = tokens / seconds
         memory = metrics.memory(self.device)
         tflops = tokens_per_s * self.model.flops_per_token() / 1e12
-        file.write("train", step=self.step, lr=rate, **values, tokens_per_s=tokens_per_s,
-                   step_s=seconds / steps, experts_s=experts / steps, tflops=tflops, dropped_pairs=0, rounded_pairs=0,
-                   **memory)
-        text = (f"loss {values['loss']:.4f}  lr {rate:.2e}  {tokens_per_s:,.0f} tokens/s  "
-                f"load {metrics.worst_load(values['expert_load']):.2f}x  "
-                f"experts {experts / seconds:.0%}  {metrics.human_bytes(memory['rss_bytes'])}")
+        file.write(
+            "train",
+            step=self.step,
+            lr=rate,
+            **values,
+            tokens_per_s=tokens_per_s,
+            step_s=seconds / steps,
+            experts_s=experts / steps,
+            tflops=tflops,
+            dropped_pairs=0,
+            rounded_pairs=0,
+            **memory,
+        )
+        text = (
+            f"loss {values['loss']:.4f}  lr {rate:.2e}  {tokens_per_s:,.0f} tokens/s  "
+            f"load {metrics.worst_load(values['expert_load']):.2f}x  "
+            f"experts {experts / seconds:.0%}  {metrics.human_bytes(memory['rss_bytes'])}"
+        )
         if "gpu_bytes" in memory:
             text += f"  GPU {metrics.human_bytes(memory['gpu_peak_bytes'])}  {tflops:.1f} TFLOP/s"
         progress.row(self.step, c.steps, text)
@@ -210,12 +234,22 @@ class Trainer:
                 progress.line(f"sample:\n{text}")
         tokens = self.step * c.batch_size * c.grad_accum * c.seq_len
         share = self.experts_seconds / self.seconds if self.seconds else 0.0
-        file.write("summary", step=self.step, finished=stop.signal is None, tokens=tokens, train_s=self.seconds,
-                   tokens_per_s=tokens / self.seconds if self.seconds else 0.0, experts_share=share,
-                   cpu_s=time.process_time(), **metrics.memory(self.device))
+        file.write(
+            "summary",
+            step=self.step,
+            finished=stop.signal is None,
+            tokens=tokens,
+            train_s=self.seconds,
+            tokens_per_s=tokens / self.seconds if self.seconds else 0.0,
+            experts_share=share,
+            cpu_s=time.process_time(),
+            **metrics.memory(self.device),
+        )
         if self.seconds:
-            progress.line(f"{tokens:,} tokens in {self.seconds:.1f} s of training, {tokens / self.seconds:,.0f} tokens/s; "
-                          f"MoE blocks ({c.experts_backend}) take {share:.0%} of the step time")
+            progress.line(
+                f"{tokens:,} tokens in {self.seconds:.1f} s of training, {tokens / self.seconds:,.0f} tokens/s; "
+                f"MoE blocks ({c.experts_backend}) take {share:.0%} of the step time"
+            )
 
     def sample(self) -> str:
         from moestro.train.sample import generate_text
@@ -231,10 +265,17 @@ class Trainer:
         total, active = self.model.num_parameters()
         tokens = self.corpus.train
         sampled = tokens[:: max(1, len(tokens) >> 24)]
-        return {**metrics.result_keys(self.config, self.device), "preset": self.preset,
-                "config": self.config.as_dict(), "data": self.corpus.summary, "unit": self.corpus.unit,
-                "units_per_token": data.num_units(sampled, self.corpus.unit) / len(sampled),
-                "parameters": total, "active_parameters": active, "unigram_bits": self.unigram}
+        return {
+            **metrics.result_keys(self.config, self.device),
+            "preset": self.preset,
+            "config": self.config.as_dict(),
+            "data": self.corpus.summary,
+            "unit": self.corpus.unit,
+            "units_per_token": data.num_units(sampled, self.corpus.unit) / len(sampled),
+            "parameters": total,
+            "active_parameters": active,
+            "unigram_bits": self.unigram,
+        }
 
     # Checkpoints
 
@@ -246,16 +287,29 @@ class Trainer:
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state()
-        self.last_checkpoint = checkpoint.save(self.checkpoints, self.step, {
-            "config": self.config.as_dict(), "preset": self.preset, "unit": self.corpus.unit,
-            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "rng": rng,
-            "data": self.batches.state(), "fingerprint": self.corpus.fingerprint, "window": self.window.state(),
-            "seconds": [self.seconds, self.experts_seconds],
-        }, self.config.keep)
+        self.last_checkpoint = checkpoint.save(
+            self.checkpoints,
+            self.step,
+            {
+                "config": self.config.as_dict(),
+                "preset": self.preset,
+                "unit": self.corpus.unit,
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "rng": rng,
+                "data": self.batches.state(),
+                "fingerprint": self.corpus.fingerprint,
+                "window": self.window.state(),
+                "seconds": [self.seconds, self.experts_seconds],
+            },
+            self.config.keep,
+        )
 
     def restore(self, content: dict[str, Any], path: Path) -> None:
         if content["fingerprint"] != self.corpus.fingerprint:
-            raise TrainError(f"--resume: the data differs from what '{path}' was trained on ({self.corpus.summary})")
+            raise TrainError(
+                f"--resume: the data differs from what '{path}' was trained on ({self.corpus.summary})"
+            )
         load_weights(self.model, content, path)
         self.optimizer.load_state_dict(content["optimizer"])
         self.batches.restore(content["data"])
@@ -273,14 +327,18 @@ def load_weights(model: LanguageModel, content: dict[str, Any], path: Path) -> N
         model.load_state_dict(content["model"])
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
-        raise TrainError(f"checkpoint '{path}' does not fit the model of its configuration: {reason}") from None
+        raise TrainError(
+            f"checkpoint '{path}' does not fit the model of its configuration: {reason}"
+        ) from None
 
 
 def describe(config: TrainConfig, model: LanguageModel) -> str:
     total, active = model.num_parameters()
-    return (f"{total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active a token; "
-            f"{config.num_layers} blocks, d={config.d_model}, n={config.d_ff}, E={config.num_experts}, "
-            f"K={config.top_k}, T={config.batch_size * config.seq_len} tokens a micro-batch")
+    return (
+        f"{total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active a token; "
+        f"{config.num_layers} blocks, d={config.d_model}, n={config.d_ff}, E={config.num_experts}, "
+        f"K={config.top_k}, T={config.batch_size * config.seq_len} tokens a micro-batch"
+    )
 
 
 def with_backend(config: TrainConfig, backend: str) -> TrainConfig:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from moestro.train.errors import TrainError
+from torch import Tensor, nn
 
 
 class MetricsFile:
@@ -54,11 +53,17 @@ def rewind_metrics(path: Path, step: int) -> int:
     if not path.exists():
         return 0
     rows = read_metrics(path)
-    kept = [row for row in rows if row.get("step", 0) <= step and row["kind"] not in ("memory", "sample", "summary")]
+    kept = [
+        row
+        for row in rows
+        if row.get("step", 0) <= step and row["kind"] not in ("memory", "sample", "summary")
+    ]
     partial = path.with_suffix(".partial")
     partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     os.replace(partial, path)
-    return sum(row["kind"] in ("train", "eval") for row in rows) - sum(row["kind"] in ("train", "eval") for row in kept)
+    return sum(row["kind"] in ("train", "eval") for row in rows) - sum(
+        row["kind"] in ("train", "eval") for row in kept
+    )
 
 
 class Window:
@@ -82,7 +87,13 @@ class Window:
         self.sums.zero_()
         self.counts.zero_()
         self.steps = 0
-        return {"loss": loss, "balance_loss": balance, "z_loss": z, "grad_norm": grad_norm, "expert_load": counts}
+        return {
+            "loss": loss,
+            "balance_loss": balance,
+            "z_loss": z,
+            "grad_norm": grad_norm,
+            "expert_load": counts,
+        }
 
     def state(self) -> dict[str, Any]:
         return {"sums": self.sums.cpu(), "counts": self.counts.cpu(), "steps": self.steps}
@@ -158,9 +169,16 @@ def _resident_bytes() -> int:
 def result_keys(config: Any, device: torch.device) -> dict[str, Any]:
     """The keys that every measured row of this project carries."""
     return {
-        "T": config.batch_size * config.seq_len, "d": config.d_model, "n": config.d_ff, "E": config.num_experts,
-        "K": config.top_k, "dtype": config.dtype, "device": device_name(device), "versions": versions(),
-        "date": date.today().isoformat(), "commit": commit(),
+        "T": config.batch_size * config.seq_len,
+        "d": config.d_model,
+        "n": config.d_ff,
+        "E": config.num_experts,
+        "K": config.top_k,
+        "dtype": config.dtype,
+        "device": device_name(device),
+        "versions": versions(),
+        "date": date.today().isoformat(),
+        "commit": commit(),
     }
 
 
@@ -190,8 +208,14 @@ def versions() -> dict[str, str]:
 def commit() -> str | None:
     """Of the checkout that this file is in; None for an installed package."""
     try:
-        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, text=True,
-                              capture_output=True, timeout=10, check=True)
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=Path(__file__).parent,
+            text=True,
+            capture_output=True,
+            timeout=10,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None
@@ -206,8 +230,13 @@ class Progress:
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as RichProgress
 
-            self._live = RichProgress(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24),
-                                      TimeRemainingColumn(), TextColumn("{task.description}"))
+            self._live = RichProgress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}"),
+            )
             self._live.start()
             self._task = self._live.add_task("", total=total, completed=start)
 
@@ -240,4 +269,3 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
-

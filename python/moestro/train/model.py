@@ -5,12 +5,11 @@ Letters: B sequences, L positions, T = B*L tokens, d model dimension, n expert h
 
 from __future__ import annotations
 
+import moestro
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-import moestro
 from moestro.train.config import TrainConfig
+from torch import Tensor, nn
 
 
 class MoEBlock(moestro.MoE):
@@ -125,8 +124,9 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block(config, i < config.dense_layers) for i in range(config.num_layers))
         self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
         half = config.d_model // config.num_heads // 2
-        angles = torch.outer(torch.arange(config.seq_len).float(),
-                             config.rope_theta ** (-torch.arange(half).float() / half))
+        angles = torch.outer(
+            torch.arange(config.seq_len).float(), config.rope_theta ** (-torch.arange(half).float() / half)
+        )
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
         self.initialise()

@@ -44,6 +44,7 @@ def write_report(folder: Path) -> Path:
 
 # Plots
 
+
 def _figure(width: float, height: float, **options: Any) -> Any:
     from matplotlib.figure import Figure  # no pyplot: nothing global, no display
 
@@ -64,13 +65,29 @@ def _plot_loss(folder: Path, run: Row, train: list[Row], evals: list[Row]) -> Pa
     figure = _figure(9, 4.5)
     axes = figure.subplots()
     scale = 1 / math.log(2) / run["units_per_token"]
-    axes.plot([row["step"] for row in train], [row["loss"] * scale for row in train], color="#4878a8", linewidth=1.2,
-              label="training")
+    axes.plot(
+        [row["step"] for row in train],
+        [row["loss"] * scale for row in train],
+        color="#4878a8",
+        linewidth=1.2,
+        label="training",
+    )
     if evals:
-        axes.plot([row["step"] for row in evals], [row["bits"] for row in evals], "o-", color="#c44e52",
-                  markersize=4, label="validation")
-    axes.axhline(run["unigram_bits"], color="#555555", linestyle="--", linewidth=1,
-                 label=f"unigram model, validation ({run['unigram_bits']:.2f})")
+        axes.plot(
+            [row["step"] for row in evals],
+            [row["bits"] for row in evals],
+            "o-",
+            color="#c44e52",
+            markersize=4,
+            label="validation",
+        )
+    axes.axhline(
+        run["unigram_bits"],
+        color="#555555",
+        linestyle="--",
+        linewidth=1,
+        label=f"unigram model, validation ({run['unigram_bits']:.2f})",
+    )
     axes.set(xlabel="step", ylabel=f"bits per {run['unit']}", ylim=(0, None))
     axes.legend(frameon=False)
     _style(axes)
@@ -93,7 +110,15 @@ def _plot_load(folder: Path, train: list[Row]) -> Path:
             continue
         load = _relative_load(train, layer)
         edges = [steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1), *steps]
-        image = axes.pcolormesh(edges, [e - 0.5 for e in range(num_experts + 1)], load, cmap="RdBu_r", vmin=0, vmax=2, rasterized=True)
+        image = axes.pcolormesh(
+            edges,
+            [e - 0.5 for e in range(num_experts + 1)],
+            load,
+            cmap="RdBu_r",
+            vmin=0,
+            vmax=2,
+            rasterized=True,
+        )
         axes.set_title(f"MoE block {layer}", fontsize=9)
         axes.set_ylabel("expert", fontsize=8)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -131,44 +156,57 @@ def _plot_memory(folder: Path, kept: Row) -> Path:
     bars.append(("conventional", kept["formula"]["conventional"], "#999999"))
     bars += [(f"measured: {name}", size, "#c44e52") for name, size in kept["measured"].items()]
     values = [size * kept["layers"] / 2**20 for _, size, _ in bars]
-    drawn = axes.barh([name for name, _, _ in bars], values, color=[colour for _, _, colour in bars], height=0.65)
+    drawn = axes.barh(
+        [name for name, _, _ in bars], values, color=[colour for _, _, colour in bars], height=0.65
+    )
     axes.bar_label(drawn, [human_bytes(value * 2**20) for value in values], padding=4, fontsize=8)
     axes.invert_yaxis()
-    axes.set(xlabel=f"MiB kept by {kept['layers']} MoE block{'s' if kept['layers'] > 1 else ''} for one micro-batch",
-             xlim=(0, max(values) * 1.15))
+    axes.set(
+        xlabel=f"MiB kept by {kept['layers']} MoE block{'s' if kept['layers'] > 1 else ''} for one micro-batch",
+        xlim=(0, max(values) * 1.15),
+    )
     _style(axes)
     return _saved(figure, folder / "memory.png")
 
 
 # Words
 
+
 def _loss_text(run: Row, evals: list[Row]) -> str:
     unit = run["unit"]
     if not evals:
         return f"No validation yet. A unigram model needs {run['unigram_bits']:.3f} bits per {unit}."
     last = evals[-1]
-    return (f"Validation at step {last['step']}: {last['bits']:.3f} bits per {unit}, perplexity "
-            f"{last['perplexity']:.2f} per {unit}. A unigram model, which knows only how often each token occurs, needs "
-            f"{run['unigram_bits']:.3f} bits.")
+    return (
+        f"Validation at step {last['step']}: {last['bits']:.3f} bits per {unit}, perplexity "
+        f"{last['perplexity']:.2f} per {unit}. A unigram model, which knows only how often each token occurs, needs "
+        f"{run['unigram_bits']:.3f} bits."
+    )
 
 
 def _load_text(train: list[Row]) -> str:
-    return (f"White is the even share, red more, blue less. In the last row the busiest expert of all blocks has "
-            f"{worst_load(train[-1]['expert_load']):.2f} times its even share.")
+    return (
+        f"White is the even share, red more, blue less. In the last row the busiest expert of all blocks has "
+        f"{worst_load(train[-1]['expert_load']):.2f} times its even share."
+    )
 
 
 def _dropped_text(train: list[Row]) -> str:
     dropped, rounded = (sum(row[key] for row in train) for key in ("dropped_pairs", "rounded_pairs"))
     if not dropped and not rounded:
-        return ("None: plain top-K routing has no capacity limit and does not round counts to tiles, so every "
-                "(token, expert) pair is computed.")
+        return (
+            "None: plain top-K routing has no capacity limit and does not round counts to tiles, so every "
+            "(token, expert) pair is computed."
+        )
     return f"{dropped:,} pairs dropped and {rounded:,} rounded away in all logged steps."
 
 
 def _memory_text(kept: Row) -> str:
-    return ("Bytes kept from forward to backward beyond the input. Blue and grey: the formula, for each save policy and "
-            "for the conventional way (permute, GEMM, activation, GEMM, unpermute, all outputs kept). Red: measured in "
-            "one forward pass of this run's block, router included, as the distinct storages that autograd saves.")
+    return (
+        "Bytes kept from forward to backward beyond the input. Blue and grey: the formula, for each save policy and "
+        "for the conventional way (permute, GEMM, activation, GEMM, unpermute, all outputs kept). Red: measured in "
+        "one forward pass of this run's block, router included, as the distinct storages that autograd saves."
+    )
 
 
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}
@@ -178,17 +216,26 @@ white-space:pre-wrap;overflow-wrap:anywhere}.lead{font-size:1.05rem}summary{curs
 
 
 def _page(folder: Path, run: Row, by_kind: dict[str, list[Row]], plots: list[tuple[str, str, Path]]) -> str:
-    parts = [f"<h1>Run {html.escape(folder.name)}</h1>", f"<p class=lead>{html.escape(_headline(run, by_kind))}</p>",
-             _table(_facts(run, by_kind))]
+    parts = [
+        f"<h1>Run {html.escape(folder.name)}</h1>",
+        f"<p class=lead>{html.escape(_headline(run, by_kind))}</p>",
+        _table(_facts(run, by_kind)),
+    ]
     for title, text, path in plots:
         data = base64.b64encode(path.read_bytes()).decode()
-        parts.append(f"<h2>{title}</h2><p>{html.escape(text)}</p>"
-                     f'<img alt="{title}" src="data:image/png;base64,{data}">')
+        parts.append(
+            f"<h2>{title}</h2><p>{html.escape(text)}</p>"
+            f'<img alt="{title}" src="data:image/png;base64,{data}">'
+        )
     if "sample" in by_kind:
         parts.append(f"<h2>Sample</h2><pre>{html.escape(by_kind['sample'][-1]['text'])}</pre>")
-    parts.append(f"<h2>Configuration</h2><details><summary>all settings</summary>{_table(run['config'])}</details>")
-    return (f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(folder.name)}</title>"
-            f"<style>{_STYLE}</style><body>{''.join(parts)}</body></html>\n")
+    parts.append(
+        f"<h2>Configuration</h2><details><summary>all settings</summary>{_table(run['config'])}</details>"
+    )
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(folder.name)}</title>"
+        f"<style>{_STYLE}</style><body>{''.join(parts)}</body></html>\n"
+    )
 
 
 def _headline(run: Row, by_kind: dict[str, list[Row]]) -> str:
@@ -200,8 +247,10 @@ def _headline(run: Row, by_kind: dict[str, list[Row]]) -> str:
         done += " (stopped early; resume to go on)"
     if not evals:
         return f"{done}."
-    return (f"{done}: {evals[-1]['bits']:.3f} bits per {run['unit']} on validation text, "
-            f"{run['unigram_bits']:.3f} with a unigram model.")
+    return (
+        f"{done}: {evals[-1]['bits']:.3f} bits per {run['unit']} on validation text, "
+        f"{run['unigram_bits']:.3f} with a unigram model."
+    )
 
 
 def _facts(run: Row, by_kind: dict[str, list[Row]]) -> dict[str, Any]:
@@ -209,18 +258,30 @@ def _facts(run: Row, by_kind: dict[str, list[Row]]) -> dict[str, Any]:
         "data": run["data"],
         "model": f"{run['parameters'] / 1e6:.2f} M parameters, {run['active_parameters'] / 1e6:.2f} M active a token",
         "MoE block": f"d = {run['d']}, n = {run['n']}, E = {run['E']}, K = {run['K']}, experts by "
-                     f"{run['config']['experts_backend']}",
+        f"{run['config']['experts_backend']}",
         "device": f"{run['device']}, {run['dtype']}",
         "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-                    + (f", commit {run['commit']}" if run["commit"] else "") + f", {run['date']}",
+        + (f", commit {run['commit']}" if run["commit"] else "")
+        + f", {run['date']}",
     }
     if "summary" in by_kind:
         summary = by_kind["summary"][-1]
-        facts["trained"] = (f"{summary['tokens']:,} tokens in {summary['train_s']:.1f} s, "
-                            f"{summary['tokens_per_s']:,.0f} tokens/s")
-        facts["share of the MoE blocks"] = f"{summary['experts_share']:.0%} of the step time (router and experts)"
-        facts["peak memory"] = human_bytes(summary["rss_peak_bytes"]) + " resident" + (
-            f", {human_bytes(summary['gpu_peak_bytes'])} on the GPU" if "gpu_peak_bytes" in summary else "")
+        facts["trained"] = (
+            f"{summary['tokens']:,} tokens in {summary['train_s']:.1f} s, "
+            f"{summary['tokens_per_s']:,.0f} tokens/s"
+        )
+        facts["share of the MoE blocks"] = (
+            f"{summary['experts_share']:.0%} of the step time (router and experts)"
+        )
+        facts["peak memory"] = (
+            human_bytes(summary["rss_peak_bytes"])
+            + " resident"
+            + (
+                f", {human_bytes(summary['gpu_peak_bytes'])} on the GPU"
+                if "gpu_peak_bytes" in summary
+                else ""
+            )
+        )
     return facts
 
 

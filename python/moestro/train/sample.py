@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from moestro.train.data import END_OF_DOCUMENT, NUM_BYTE_TOKENS
 from moestro.train.errors import TrainError
 from moestro.train.model import LanguageModel
+from torch import Tensor
 
 
 @torch.no_grad()
-def generate(model: LanguageModel, prompt: list[int], num_tokens: int, temperature: float = 0.8, top_k: int = 0,
-             seed: int = 0, last_token: int | None = None) -> list[int]:
+def generate(
+    model: LanguageModel,
+    prompt: list[int],
+    num_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    seed: int = 0,
+    last_token: int | None = None,
+) -> list[int]:
     """New tokens after `prompt`. The whole context goes through the model for each one (there is no cache of keys);
     ends early at END_OF_DOCUMENT where tokens above it, given by `last_token`, are spare. temperature 0 takes the
     likeliest. Draws from its own generator, so that a run's random state stays as it is."""
@@ -20,10 +26,10 @@ def generate(model: LanguageModel, prompt: list[int], num_tokens: int, temperatu
     device = model.embedding.weight.device
     tokens, written = list(prompt), []
     for _ in range(num_tokens):
-        context: Tensor = torch.tensor([tokens[-model.config.seq_len:]], device=device)
+        context: Tensor = torch.tensor([tokens[-model.config.seq_len :]], device=device)
         logits = model(context)[0, -1].float().cpu()
         if last_token is not None:
-            logits = logits[:last_token + 1]
+            logits = logits[: last_token + 1]
         if temperature == 0:
             token = int(logits.argmax())
         else:
@@ -38,8 +44,15 @@ def generate(model: LanguageModel, prompt: list[int], num_tokens: int, temperatu
     return written
 
 
-def generate_text(model: LanguageModel, unit: str, prompt: str, num_tokens: int, temperature: float = 0.8,
-                  top_k: int = 0, seed: int = 0) -> str:
+def generate_text(
+    model: LanguageModel,
+    unit: str,
+    prompt: str,
+    num_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    seed: int = 0,
+) -> str:
     """Prompt and continuation. Models of token files read and write token numbers, separated by spaces."""
     if unit == "byte":
         start = list(prompt.encode("utf-8")) or [END_OF_DOCUMENT]
@@ -50,5 +63,7 @@ def generate_text(model: LanguageModel, unit: str, prompt: str, num_tokens: int,
     except ValueError:
         raise TrainError(f"--prompt: this model reads token numbers, got '{prompt}'") from None
     if not start or not all(0 <= token < model.config.vocab_size for token in start):
-        raise TrainError(f"--prompt: expected token numbers in 0..{model.config.vocab_size - 1}, got '{prompt}'")
+        raise TrainError(
+            f"--prompt: expected token numbers in 0..{model.config.vocab_size - 1}, got '{prompt}'"
+        )
     return " ".join(map(str, start + generate(model, start, num_tokens, temperature, top_k, seed)))
