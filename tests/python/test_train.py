@@ -19,7 +19,7 @@ from moestro.train.cli import main
 # Small enough that a step takes milliseconds; one thread, so that a busy machine does not make the cores spin.
 SMALL = (
     "--threads 1 --d-model 32 --num-layers 2 --num-heads 2 --seq-len 32 --batch-size 8 --num-experts 4 --top-k 2 "
-    "--d-ff 16 --lr 0.02 --warmup 5 --log-every 1 --eval-every 10 --eval-batches 4 --sample-tokens 8"
+    "--d-ff 16 --lr 0.01 --warmup 5 --log-every 1 --eval-every 10 --eval-batches 4 --sample-tokens 8"
 ).split()
 BACKENDS = ("moestro", "eager")
 ENVIRONMENT = {
@@ -59,7 +59,8 @@ def rows_of(folder, kind=None):
 def finished(request, tmp_path_factory, text):
     """A whole run of 100 steps with each backend."""
     out = tmp_path_factory.mktemp(f"runs-{request.param}")
-    assert train(out, text, "--steps", 100, "--name", "whole", "--experts-backend", request.param) == 0
+    more = ("--steps", 100, "--batch-size", 32, "--name", "whole", "--experts-backend", request.param)
+    assert train(out, text, *more) == 0
     return out / "whole"
 
 
@@ -67,7 +68,7 @@ def test_learns_more_than_letter_frequencies(finished):
     last = rows_of(finished, "eval")[-1]
     assert last["step"] == 100
     assert 3.0 < last["unigram_bits"] < 6.0
-    assert last["bits"] < last["unigram_bits"] - 0.5
+    assert last["bits"] < last["unigram_bits"] - 0.4
     assert last["perplexity"] == pytest.approx(2 ** last["bits"])
 
 
@@ -77,7 +78,7 @@ def test_metrics_have_their_schema(finished):
         set("TdnEK") | {"dtype", "device", "versions", "date", "commit", "config", "preset", "unit"}
         <= run.keys()
     )
-    assert (run["T"], run["d"], run["n"], run["E"], run["K"]) == (8 * 32, 32, 16, 4, 2)
+    assert (run["T"], run["d"], run["n"], run["E"], run["K"]) == (32 * 32, 32, 16, 4, 2)
     steps = rows_of(finished, "train")
     assert [row["step"] for row in steps] == list(range(1, 101))
     for row in steps:
@@ -94,11 +95,11 @@ def test_metrics_have_their_schema(finished):
             assert math.isfinite(row[key]) and row[key] > 0, key
         assert 0 < row["experts_s"] < row["step_s"]
         assert 0.9 <= row["balance_loss"] <= 4.0
-        assert [sum(layer) for layer in row["expert_load"]] == [8 * 32 * 2] * 2  # every pair is counted
+        assert [sum(layer) for layer in row["expert_load"]] == [32 * 32 * 2] * 2  # every pair is counted
         assert row["dropped_pairs"] == row["rounded_pairs"] == 0
         assert row["rss_bytes"] > 1 << 20
     (summary,) = rows_of(finished, "summary")
-    assert summary["finished"] and summary["tokens"] == 100 * 8 * 32 and 0 < summary["experts_share"] < 1
+    assert summary["finished"] and summary["tokens"] == 100 * 32 * 32 and 0 < summary["experts_share"] < 1
     assert len(rows_of(finished, "sample")[0]["text"]) > len("def ")
 
 

@@ -1,5 +1,6 @@
 """The trainer's parts on their own: configuration, data, model, memory formula."""
 
+import dataclasses
 import json
 import math
 
@@ -12,7 +13,7 @@ from moestro.train import data, kept, metrics
 from moestro.train.config import TrainConfig
 from moestro.train.errors import TrainError
 from moestro.train.loop import learning_rate
-from moestro.train.model import EagerMoE, LanguageModel, MoEBlock, rotate
+from moestro.train.model import LanguageModel, MoEBlock, rotate
 
 # Configuration
 
@@ -199,15 +200,19 @@ def test_unigram_bits_are_the_cross_entropy_of_counts():
 
 def test_eager_experts_against_the_plain_sum():
     torch.manual_seed(0)
-    moe = EagerMoE(TrainConfig(d_model=6, d_ff=5, num_experts=4, top_k=2)).double()
+    moe = MoEBlock(TrainConfig(d_model=6, d_ff=5, num_experts=4, top_k=2, experts_backend="eager")).double()
     x = torch.randn(11, 6, dtype=torch.float64)
     y = moe(x)
-    logits = x @ moe.router_weight.T
+    logits = x @ moe.router.weight.T
     for t in range(11):
         chosen = logits[t].topk(2).indices
         weights = logits[t][chosen].softmax(0)
         want = sum(
-            w * (moe.w_down[e] @ (F.silu(moe.w_up[e, :5] @ x[t]) * (moe.w_up[e, 5:] @ x[t])))
+            w
+            * (
+                moe.experts.w_down[e]
+                @ (F.silu(moe.experts.w_up[e, :5] @ x[t]) * (moe.experts.w_up[e, 5:] @ x[t]))
+            )
             for e, w in zip(chosen.tolist(), weights)
         )
         assert torch.allclose(y[t], want, rtol=1e-9)
@@ -216,15 +221,17 @@ def test_eager_experts_against_the_plain_sum():
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_backends_agree_on_output_losses_and_gradients(top_k):
-    config = TrainConfig(d_model=6, d_ff=5, num_experts=4, top_k=top_k)
-    blocks = []
-    for backend in (MoEBlock, EagerMoE):
-        torch.manual_seed(0)
-        block = backend(config).double()
-        x = torch.randn(50, 6, dtype=torch.float64, requires_grad=True)
+    blocks, state = [], None
+    x_values = torch.randn(50, 6, dtype=torch.float64)
+    for backend in ("moestro", "eager"):
+        config = TrainConfig(d_model=6, d_ff=5, num_experts=4, top_k=top_k, experts_backend=backend)
+        block = MoEBlock(config).double()
+        block.load_state_dict(state := state or block.state_dict())
+        x = x_values.clone().requires_grad_()
         y = block(x)
         (y.square().sum() + block.balance_loss + block.z_loss).backward()
         grads = {name: parameter.grad for name, parameter in block.named_parameters()}
+        assert all(grad is not None for grad in grads.values())
         blocks.append({"y": y, "dx": x.grad, "balance": block.balance_loss, "z": block.z_loss, **grads})
         assert block.counts.sum() == 50 * top_k
     for name, value in blocks[0].items():
@@ -305,3 +312,14 @@ def test_a_row_cut_by_a_kill_is_left_out(tmp_path):
     path.write_text('{"kind": "tra\n{"kind": "train", "step": 1}\n')
     with pytest.raises(TrainError, match="line 1 is not JSON"):
         metrics.read_metrics(path)
+
+
+def test_both_backends_start_from_the_same_weights():
+    models = [
+        LanguageModel(dataclasses.replace(SMALL, experts_backend=backend)) for backend in ("moestro", "eager")
+    ]
+    states = [model.state_dict() for model in models]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
+    assert models[0].embedding.weight.std().item() == pytest.approx(0.02, rel=0.1)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from moestro.train import data, metrics
 from moestro.train.config import TrainConfig
 from moestro.train.errors import TrainError
@@ -51,7 +52,7 @@ def compare(config: TrainConfig, preset: str, pairs: int, warmup: int, out: str 
     for name in BACKENDS:
         row[f"{name}_step_ms"] = statistics.median(seconds[name]) * 1e3
         row[f"{name}_tokens_per_s"] = tokens / statistics.median(seconds[name])
-        row[f"{name}_moe_share"] = statistics.median(experts[name]) / statistics.median(seconds[name])
+        row[f"{name}_experts_share"] = statistics.median(experts[name]) / statistics.median(seconds[name])
         row[f"{name}_last_loss"] = losses[name]
     ratios = sorted(slow / fast for fast, slow in zip(seconds["moestro"], seconds["eager"]))
     row["speedup"] = statistics.median(ratios)
@@ -72,11 +73,11 @@ def _synchronise(device: torch.device) -> None:
 
 
 def _print(row: dict[str, Any]) -> None:
-    print(f"{'experts':10} {'ms a step':>10} {'tokens/s':>10} {'MoE share':>10} {'last loss':>10}")
+    print(f"{'experts':10} {'ms a step':>10} {'tokens/s':>10} {'its share':>10} {'last loss':>10}")
     for name in BACKENDS:
         print(
             f"{name:10} {row[f'{name}_step_ms']:10.1f} {row[f'{name}_tokens_per_s']:10,.0f} "
-            f"{row[f'{name}_moe_share']:10.0%} {row[f'{name}_last_loss']:10.4f}"
+            f"{row[f'{name}_experts_share']:10.0%} {row[f'{name}_last_loss']:10.4f}"
         )
     low, high = row["speedup_quartiles"]
     print(

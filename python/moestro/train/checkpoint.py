@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from moestro.train.errors import TrainError
 
 FORMAT = 1

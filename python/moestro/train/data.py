@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from moestro.train.config import TrainConfig
 from moestro.train.errors import TrainError
 

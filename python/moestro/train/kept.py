@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+
 from moestro.train.config import TrainConfig
 from moestro.train.model import LanguageModel
-from torch import nn
 
 POLICIES = ("preactivation", "all", "none")
 
@@ -69,7 +70,8 @@ def compare(config: TrainConfig, model: LanguageModel, device: torch.device) -> 
         found = {"eager loop": kept_bytes()}
     else:
         found = {}
-        for block.save in POLICIES:
-            found[block.save] = kept_bytes()
-        block.save = config.save
+        for policy in POLICIES:
+            block.experts.save = policy
+            found[policy] = kept_bytes()
+        block.experts.save = config.save
     return {"layers": len(model.moe_layers), "formula": formula, "measured": found}

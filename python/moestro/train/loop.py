@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from moestro.train import checkpoint, data, kept, metrics
 from moestro.train.config import TrainConfig
 from moestro.train.errors import TrainError
 from moestro.train.model import LanguageModel
-from torch import Tensor
 
 
 def pick_device(config: TrainConfig) -> torch.device:
@@ -87,7 +88,7 @@ class Trainer:
         )
         self.unigram = data.unigram_bits(corpus.train, self.val_batches, config.vocab_size, corpus.unit)
         self.window = metrics.Window(len(self.model.moe_layers), config.num_experts, self.device)
-        self.clock = metrics.BlockClock(self.model.moe_layers, self.device)
+        self.clock = metrics.ModuleClock([layer.experts for layer in self.model.moe_layers], self.device)
         self.step = 0
         self.seconds = 0.0  # in training steps alone, over all resumptions
         self.experts_seconds = 0.0
@@ -248,7 +249,7 @@ class Trainer:
         if self.seconds:
             progress.line(
                 f"{tokens:,} tokens in {self.seconds:.1f} s of training, {tokens / self.seconds:,.0f} tokens/s; "
-                f"MoE blocks ({c.experts_backend}) take {share:.0%} of the step time"
+                f"the experts ({c.experts_backend}) take {share:.0%} of the step time"
             )
 
     def sample(self) -> str:

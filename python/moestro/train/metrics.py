@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from moestro.train.errors import TrainError
 from torch import Tensor, nn
+
+from moestro.train.errors import TrainError
 
 
 class MetricsFile:
@@ -109,7 +110,7 @@ def worst_load(counts: list[list[int]]) -> float:
     return max((max(layer) * len(layer) / max(1, sum(layer)) for layer in counts), default=0.0)
 
 
-class BlockClock:
+class ModuleClock:
     """Seconds spent in some modules, forward and backward, by hooks; with CUDA events the device's own time."""
 
     def __init__(self, modules: list[nn.Module], device: torch.device):

@@ -5,11 +5,12 @@ Letters: B sequences, L positions, T = B*L tokens, d model dimension, n expert h
 
 from __future__ import annotations
 
-import moestro
 import torch
 import torch.nn.functional as F
-from moestro.train.config import TrainConfig
 from torch import Tensor, nn
+
+import moestro
+from moestro.train.config import TrainConfig
 
 
 class MoEBlock(moestro.MoE):
@@ -25,47 +26,34 @@ class MoEBlock(moestro.MoE):
             # With one expert a token, renormalised weights would be 1 and teach the router nothing.
             renormalize=config.top_k > 1,
         )
+        if config.experts_backend == "eager":
+            self.experts = EagerExperts(config.d_model, config.d_ff, config.num_experts)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, d] -> y [T, d]."""
+        """x [..., d] -> y [..., d]."""
         y, routing = super().forward(x, return_routing=True)
-        self.record(routing)
-        return y
-
-    def record(self, routing: moestro.Routing) -> None:
-        self.counts = moestro.expert_counts(routing.expert_ids, self.num_experts)
+        self.counts = moestro.expert_counts(routing.expert_ids, self.router.num_experts)
         self.balance_loss = moestro.load_balance_loss(routing.logits, routing.expert_ids)
         self.z_loss = moestro.z_loss(routing.logits)
-
-
-class EagerMoE(MoEBlock):
-    """The same parameters in plain torch, one expert after the other: the baseline that moestro is compared with.
-
-    Per expert: index_select of its tokens, two matmuls with the activation between them, index_add into the output,
-    as the eager path of common model libraries does. The stacked weights are unbound once a call, so that backward
-    does not add E full-sized gradients (kinder to the baseline than indexing the stack inside the loop).
-    """
-
-    def route(self, x: Tensor) -> moestro.Routing:
-        logits = self.router_logits(x)
-        scores, expert_ids = logits.softmax(dim=-1).topk(self.top_k, dim=-1)
-        weights = scores / scores.sum(dim=-1, keepdim=True) if self.renormalize else scores
-        return moestro.Routing(logits, expert_ids, weights)
-
-    def forward(self, x: Tensor) -> Tensor:
-        routing = self.route(x)
-        self.record(routing)
-        y = torch.zeros_like(x)
-        for expert, (w_up, w_down) in enumerate(zip(self.w_up.unbind(), self.w_down.unbind())):
-            token, choice = (routing.expert_ids == expert).nonzero(as_tuple=True)
-            gate, up = F.linear(x.index_select(0, token), w_up).chunk(2, dim=-1)
-            rows = F.linear(F.silu(gate) * up, w_down) * routing.weights[token, choice, None]
-            y.index_add_(0, token, rows.to(y.dtype))
         return y
 
 
-def make_moe(config: TrainConfig) -> MoEBlock:
-    return (EagerMoE if config.experts_backend == "eager" else MoEBlock)(config)
+class EagerExperts(moestro.Experts):
+    """The same parameters in plain torch, one expert after the other: the baseline that moestro is compared with.
+
+    Per expert: index_select of its tokens, two matmuls with the activation between them, index_add into the
+    output, as the eager path of common model libraries does. The stacked weights are unbound once a call, so that
+    backward does not add E full-sized gradients (kinder to the baseline than indexing the stack in the loop).
+    """
+
+    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for expert, (w_up, w_down) in enumerate(zip(self.w_up.unbind(), self.w_down.unbind())):
+            token, choice = (expert_ids == expert).nonzero(as_tuple=True)
+            gate, up = F.linear(x.index_select(0, token), w_up).chunk(2, dim=-1)
+            rows = F.linear(F.silu(gate) * up, w_down) * weights[token, choice, None]
+            y.index_add_(0, token, rows.to(y.dtype))
+        return y
 
 
 class DenseMLP(nn.Module):
@@ -109,11 +97,11 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.d_model, eps=1e-6)
         self.attention = Attention(config.d_model, config.num_heads)
         self.mlp_norm = nn.RMSNorm(config.d_model, eps=1e-6)
-        self.mlp = DenseMLP(config.d_model, config.top_k * config.d_ff) if dense else make_moe(config)
+        self.mlp = DenseMLP(config.d_model, config.top_k * config.d_ff) if dense else MoEBlock(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.mlp(self.mlp_norm(x).flatten(0, 1)).view_as(x)
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class LanguageModel(nn.Module):
@@ -133,11 +121,17 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Normal with deviation 0.02; what writes into the residual stream is smaller by sqrt(2 * layers)."""
+        """Normal with deviation 0.02; what writes into the residual stream is smaller by sqrt(2 * layers).
+
+        Drawn from the seed alone, so that both experts backends start from the same weights.
+        """
+        generator = torch.Generator().manual_seed(self.config.seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                writes = name.endswith(("attention.out.weight", "mlp.down.weight", "mlp.w_down"))
-                parameter.normal_(0.0, 0.02 / ((2 * self.config.num_layers) ** 0.5 if writes else 1.0))
+                writes = name.endswith(("attention.out.weight", "mlp.down.weight", "experts.w_down"))
+                parameter.normal_(
+                    0.0, 0.02 / ((2 * self.config.num_layers) ** 0.5 if writes else 1.0), generator=generator
+                )
 
     @property
     def moe_layers(self) -> list[MoEBlock]:

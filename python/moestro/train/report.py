@@ -270,9 +270,7 @@ def _facts(run: Row, by_kind: dict[str, list[Row]]) -> dict[str, Any]:
             f"{summary['tokens']:,} tokens in {summary['train_s']:.1f} s, "
             f"{summary['tokens_per_s']:,.0f} tokens/s"
         )
-        facts["share of the MoE blocks"] = (
-            f"{summary['experts_share']:.0%} of the step time (router and experts)"
-        )
+        facts["share of the experts"] = f"{summary['experts_share']:.0%} of the step time"
         facts["peak memory"] = (
             human_bytes(summary["rss_peak_bytes"])
             + " resident"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from moestro.train.data import END_OF_DOCUMENT, NUM_BYTE_TOKENS
 from moestro.train.errors import TrainError
 from moestro.train.model import LanguageModel
-from torch import Tensor
 
 
 @torch.no_grad()
