@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from moestro.train import checkpoint
@@ -369,15 +370,58 @@ def test_a_finished_run_has_nothing_to_resume(run, capsys):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, text, capsys):
-    assert (
-        train(
-            tmp_path, text, "--steps", 50, "--lr", 1e30, "--clip", 0, "--name", "r", "--checkpoint-every", 1
-        )
-        == 1
+    more = (
+        "--steps",
+        50,
+        "--lr",
+        1e30,
+        "--clip",
+        0,
+        "--name",
+        "r",
+        "--log-every",
+        50,
+        "--checkpoint-every",
+        1,
     )
+    assert train(tmp_path, text, *more) == 1
     assert "is not finite at step" in capsys.readouterr().err
-    saved = checkpoint.load(checkpoint.find(str(tmp_path / "r")))
-    assert math.isfinite(float(saved["window"]["sums"].sum()))
+    saved = checkpoint.load(checkpoint.find(str(tmp_path / "r")))  # the last one from before the accident
+    assert saved["window"]["sums"].isfinite().all()
+
+
+def test_bf16_with_a_dense_block_and_one_expert_a_token(tmp_path, text):
+    more = ("--dtype", "bf16", "--dense-layers", 1, "--top-k", 1, "--steps", 12, "--name", "r", "--no-report")
+    assert train(tmp_path, text, *more) == 0
+    losses = [row["loss"] for row in rows_of(tmp_path / "r", "train")]
+    assert losses[-1] < losses[0] - 0.5
+    memory = rows_of(tmp_path / "r", "memory")[0]
+    assert memory["layers"] == 1
+    assert memory["measured"] == {
+        policy: memory["planned"][policy] for policy in ("preactivation", "all", "none")
+    }
+
+
+def test_token_files_from_training_to_sample(tmp_path, capsys):
+    tokens = np.tile(np.arange(40, dtype="<u2"), 400)  # easily learnt: each token follows from the last
+    tokens.tofile(tmp_path / "t.bin")
+    more = ("--vocab-size", 40, "--steps", 40, "--name", "r", "--no-report")
+    assert train(tmp_path, tmp_path / "t.bin", *more) == 0
+    last = rows_of(tmp_path / "r", "eval")[-1]
+    assert last["unit"] == "token" and last["unigram_bits"] == pytest.approx(math.log2(40), abs=0.01)
+    assert last["bits"] < 1.0
+    capsys.readouterr()
+    words = ["sample", "--checkpoint", str(tmp_path / "r"), "--tokens", "4", "--temperature", "0"]
+    assert main([*words, "--prompt", "36 37 38"]) == 0
+    assert capsys.readouterr().out.split() == ["36", "37", "38", "39", "0", "1", "2"]
+    assert main([*words, "--prompt", "def "]) == 1
+    assert "this model reads token numbers, got 'def '" in capsys.readouterr().err
+
+
+def test_a_disk_that_cannot_be_written(tmp_path, text, capsys):
+    (tmp_path / "file").write_text("")
+    assert train(tmp_path / "file", text, "--steps", 2) == 1
+    assert "--out: cannot make folder" in capsys.readouterr().err
 
 
 BAD = [
@@ -425,8 +469,6 @@ BAD = [
 
 @pytest.fixture(scope="module")
 def bad_folder(tmp_path_factory):
-    import numpy as np
-
     folder = tmp_path_factory.mktemp("bad")
     (folder / "empty").mkdir()
     (folder / "empty" / ".hidden.txt").write_text("not seen")

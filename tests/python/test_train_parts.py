@@ -283,11 +283,23 @@ def test_parameters_are_counted():
 # Memory and metrics
 
 
-def test_kept_bytes_by_formula():
-    got = kept.by_formula(num_tokens=100, d=16, n=8, num_experts=4, top_k=2, itemsize=2)
-    assert got["preactivation"] - got["none"] == 4 * 200 * 8  # 4 R n bytes in bf16
-    assert got["all"] - got["none"] == 6 * 200 * 8
-    assert got["conventional"] > got["all"]
+@pytest.mark.parametrize("dtype, size", [("f32", 4), ("bf16", 2)])
+def test_kept_bytes_are_as_planned(dtype, size):
+    config = dataclasses.replace(SMALL, dtype=dtype, batch_size=5, experts_backend="moestro")
+    got = kept.compare(config, LanguageModel(config), torch.device("cpu"))
+    rows, n, d = 5 * 12 * 2, 8, 16
+    assert got["layers"] == 1
+    assert got["measured"] == {policy: got["planned"][policy] for policy in kept.POLICIES}
+    # Alignment rounds each part up, to 256 bytes at most.
+    assert 0 <= got["measured"]["preactivation"] - got["measured"]["none"] - 2 * rows * n * size < 256
+    assert 0 <= got["measured"]["all"] - got["measured"]["preactivation"] - rows * n * size < 256
+    assert got["planned"]["conventional"] == rows * (2 * d + 3 * n) * size + rows * 8
+
+
+def test_the_eager_loop_keeps_more_than_the_conventional_way():
+    config = dataclasses.replace(SMALL, batch_size=5)
+    got = kept.compare(config, LanguageModel(config), torch.device("cpu"))
+    assert got["measured"]["eager loop"] > got["planned"]["conventional"]
 
 
 def test_a_window_of_metrics_survives_its_state():

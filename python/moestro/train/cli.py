@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
+import itertools
 import shutil
 import sys
 from collections.abc import Sequence
@@ -126,12 +126,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TrainError as error:
         print(f"python -m moestro.train: error: {error}", file=sys.stderr)
         return 1
+    except OSError as error:  # a full disk, for one
+        print(f"python -m moestro.train: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted at once; the last checkpoint, if there is one, is whole", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 def _asked(options: argparse.Namespace) -> tuple[TrainConfig, str, set[str]]:
@@ -203,22 +203,21 @@ def _new_folder(config: TrainConfig, preset: str) -> Path:
     out = Path(config.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if config.name:
-            (out / config.name).mkdir()
-            return out / config.name
-        number = 1
-        while True:
-            try:
-                (out / f"{preset}-{number}").mkdir()
-                return out / f"{preset}-{number}"
-            except FileExistsError:
-                number += 1
-    except FileExistsError:
-        raise TrainError(
-            f"--name: '{out / config.name}' exists already; choose another name, or --resume it"
-        ) from None
     except OSError as error:
-        raise TrainError(f"--out: cannot make a folder in '{out}': {error.strerror}") from None
+        raise TrainError(f"--out: cannot make folder '{out}': {error.strerror}") from None
+    for number in itertools.count(1):
+        folder = out / (config.name or f"{preset}-{number}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            if config.name:
+                raise TrainError(
+                    f"--name: '{folder}' exists already; choose another name, or --resume it"
+                ) from None
+        except OSError as error:
+            raise TrainError(f"--out: cannot make folder '{folder}': {error.strerror}") from None
+    raise AssertionError("unreachable")
 
 
 def _resume_folder(config: TrainConfig, path: Path, explicit: set[str]) -> Path:

@@ -92,14 +92,14 @@ class TrainConfig:
         choices=("uint8", "uint16", "int32", "uint32"),
     )
 
-    steps: int = _setting(500, "training", "optimiser steps", low=1, resumable=True)
-    batch_size: int = _setting(16, "training", "sequences in one micro-batch", low=1)
+    steps: int = _setting(1000, "training", "optimiser steps", low=1, resumable=True)
+    batch_size: int = _setting(8, "training", "sequences in one micro-batch", low=1)
     grad_accum: int = _setting(1, "training", "micro-batches summed into one step", low=1)
     lr: float = _setting(3e-3, "training", "peak learning rate", low=0.0)
     min_lr_ratio: float = _setting(
         0.05, "training", "last learning rate as a part of the peak", low=0.0, high=1.0
     )
-    warmup: int = _setting(30, "training", "steps of linear warm-up before the cosine", low=0)
+    warmup: int = _setting(50, "training", "steps of linear warm-up before the cosine", low=0)
     weight_decay: float = _setting(0.1, "training", "AdamW weight decay of matrices", low=0.0)
     beta1: float = _setting(0.9, "training", "AdamW beta1", low=0.0, high=1.0)
     beta2: float = _setting(0.95, "training", "AdamW beta2", low=0.0, high=1.0)
@@ -125,11 +125,11 @@ class TrainConfig:
     out: str = _setting("runs", "run", "where run folders are made", resumable=True)
     log_every: int = _setting(10, "run", "steps between rows of metrics.jsonl", low=1)
     eval_every: int = _setting(
-        100, "run", "steps between validations; 0: only at the end", low=0, resumable=True
+        200, "run", "steps between validations; 0: only at the end", low=0, resumable=True
     )
-    eval_batches: int = _setting(16, "run", "micro-batches of one validation", low=1, resumable=True)
+    eval_batches: int = _setting(24, "run", "micro-batches of one validation", low=1, resumable=True)
     checkpoint_every: int = _setting(
-        100, "run", "steps between checkpoints; 0: only at the end", low=0, resumable=True
+        200, "run", "steps between checkpoints; 0: only at the end", low=0, resumable=True
     )
     keep: int = _setting(2, "run", "newest checkpoints kept", low=1, resumable=True)
     sample_tokens: int = _setting(300, "run", "tokens of text written at the end", low=0, resumable=True)

@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +75,20 @@ class StopRequest:
         self.signal = number
 
 
+class Spent(NamedTuple):
+    """Training steps, without validation and checkpoints: how many, their seconds, and those in the experts."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    experts: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:  # type: ignore[override]
+        return Spent(*(a + b for a, b in zip(self, other)))
+
+    def __sub__(self, other: Spent) -> Spent:
+        return Spent(*(a - b for a, b in zip(self, other)))
+
+
 class Trainer:
     def __init__(self, config: TrainConfig, preset: str, corpus: data.Corpus, folder: Path):
         self.config, self.preset, self.corpus, self.folder = config, preset, corpus, folder
@@ -90,9 +104,12 @@ class Trainer:
         self.window = metrics.Window(len(self.model.moe_layers), config.num_experts, self.device)
         self.clock = metrics.ModuleClock([layer.experts for layer in self.model.moe_layers], self.device)
         self.step = 0
-        self.seconds = 0.0  # in training steps alone, over all resumptions
-        self.experts_seconds = 0.0
+        self.spent = Spent()
         self.last_checkpoint: Path | None = None
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.batch_size * self.config.grad_accum * self.config.seq_len
 
     # One step
 
@@ -140,7 +157,12 @@ class Trainer:
             units += data.num_units(batch[:, 1:], self.corpus.unit)
         self.clock.enabled = True
         bits = nats / math.log(2) / max(1, units)
-        return {"loss": nats / tokens, "bits": bits, "perplexity": 2.0**bits, "unigram_bits": self.unigram}
+        return {
+            "loss": nats / tokens,
+            "bits": bits,
+            "perplexity": 2.0**bits if bits < 1024 else math.inf,
+            "unigram_bits": self.unigram,
+        }
 
     # The run
 
@@ -153,7 +175,7 @@ class Trainer:
             if self.step == 0:
                 file.write("run", **self.description())
             progress.line(f"a unigram model needs {self.unigram:.3f} bits per {self.corpus.unit}")
-            mark, window_seconds = time.perf_counter(), 0.0
+            at_row, mark, marked_step = self.spent, time.perf_counter(), self.step
             while self.step < c.steps and stop.signal is None:
                 self.train_step()
                 progress.advance(self.step)
@@ -165,10 +187,11 @@ class Trainer:
                     continue
                 if self.device.type == "cuda":
                     torch.cuda.synchronize()
-                window_seconds += time.perf_counter() - mark
+                self.spent += Spent(self.step - marked_step, time.perf_counter() - mark, self.clock.take())
+                self.check_finite()
                 if log:
-                    self.write_row(file, progress, window_seconds)
-                    window_seconds = 0.0
+                    self.write_row(file, progress, self.spent - at_row)
+                    at_row = self.spent
                 if evaluate and stop.signal is None:
                     result = self.evaluate()
                     file.write("eval", step=self.step, unit=self.corpus.unit, **result)
@@ -178,7 +201,7 @@ class Trainer:
                     )
                 if save:
                     self.save()
-                mark = time.perf_counter()
+                mark, marked_step = time.perf_counter(), self.step
             if stop.signal is not None and self.last_checkpoint != checkpoint.path_of(
                 self.checkpoints, self.step
             ):
@@ -188,19 +211,19 @@ class Trainer:
             progress.close()
             file.close()
 
-    def write_row(self, file: metrics.MetricsFile, progress: metrics.Progress, seconds: float) -> None:
-        c, steps = self.config, self.window.steps
-        rate = learning_rate(c, self.step - 1)
-        values = self.window.take()
-        if not math.isfinite(values["loss"] + values["grad_norm"]):
+    def check_finite(self) -> None:
+        """Before anything is written or saved: a state that is lost must not take a checkpoint's place."""
+        if not self.window.sums.isfinite().all():
             raise TrainError(
                 f"the loss or its gradient is not finite at step {self.step}; lower --lr, and continue from "
                 f"{self.last_checkpoint or 'the beginning (no checkpoint yet)'}"
             )
-        tokens = steps * c.batch_size * c.grad_accum * c.seq_len
-        experts = self.clock.take()
-        self.seconds, self.experts_seconds = self.seconds + seconds, self.experts_seconds + experts
-        tokens_per_s = tokens / seconds
+
+    def write_row(self, file: metrics.MetricsFile, progress: metrics.Progress, spent: Spent) -> None:
+        c = self.config
+        rate = learning_rate(c, self.step - 1)
+        values = self.window.take()
+        tokens_per_s = spent.steps * self.tokens_per_step / spent.seconds
         memory = metrics.memory(self.device)
         tflops = tokens_per_s * self.model.flops_per_token() / 1e12
         file.write(
@@ -209,8 +232,8 @@ class Trainer:
             lr=rate,
             **values,
             tokens_per_s=tokens_per_s,
-            step_s=seconds / steps,
-            experts_s=experts / steps,
+            step_s=spent.seconds / spent.steps,
+            experts_s=spent.experts / spent.steps,
             tflops=tflops,
             dropped_pairs=0,
             rounded_pairs=0,
@@ -219,11 +242,11 @@ class Trainer:
         text = (
             f"loss {values['loss']:.4f}  lr {rate:.2e}  {tokens_per_s:,.0f} tokens/s  "
             f"load {metrics.worst_load(values['expert_load']):.2f}x  "
-            f"experts {experts / seconds:.0%}  {metrics.human_bytes(memory['rss_bytes'])}"
+            f"experts {spent.experts / spent.seconds:.0%}  {metrics.human_bytes(memory['rss_bytes'])}"
         )
         if "gpu_bytes" in memory:
             text += f"  GPU {metrics.human_bytes(memory['gpu_peak_bytes'])}  {tflops:.1f} TFLOP/s"
-        progress.row(self.step, c.steps, text)
+        progress.row(self.step, text)
 
     def finish(self, file: metrics.MetricsFile, progress: metrics.Progress, stop: StopRequest) -> None:
         c = self.config
@@ -233,24 +256,25 @@ class Trainer:
                 text = self.sample()
                 file.write("sample", step=self.step, prompt=c.prompt, text=text)
                 progress.line(f"sample:\n{text}")
-        tokens = self.step * c.batch_size * c.grad_accum * c.seq_len
-        share = self.experts_seconds / self.seconds if self.seconds else 0.0
+        spent, rate, share = self.spent, 0.0, 0.0
+        if spent.seconds:
+            rate, share = spent.steps * self.tokens_per_step / spent.seconds, spent.experts / spent.seconds
+        tokens = self.step * self.tokens_per_step
         file.write(
             "summary",
             step=self.step,
             finished=stop.signal is None,
             tokens=tokens,
-            train_s=self.seconds,
-            tokens_per_s=tokens / self.seconds if self.seconds else 0.0,
+            train_s=spent.seconds,
+            tokens_per_s=rate,
             experts_share=share,
             cpu_s=time.process_time(),
             **metrics.memory(self.device),
         )
-        if self.seconds:
-            progress.line(
-                f"{tokens:,} tokens in {self.seconds:.1f} s of training, {tokens / self.seconds:,.0f} tokens/s; "
-                f"the experts ({c.experts_backend}) take {share:.0%} of the step time"
-            )
+        progress.line(
+            f"{tokens:,} tokens, {spent.seconds:.1f} s of training, {rate:,.0f} tokens/s; "
+            f"the experts ({c.experts_backend}) take {share:.0%} of the step time"
+        )
 
     def sample(self) -> str:
         from moestro.train.sample import generate_text
@@ -301,7 +325,7 @@ class Trainer:
                 "data": self.batches.state(),
                 "fingerprint": self.corpus.fingerprint,
                 "window": self.window.state(),
-                "seconds": [self.seconds, self.experts_seconds],
+                "spent": list(self.spent),
             },
             self.config.keep,
         )
@@ -319,7 +343,7 @@ class Trainer:
         if self.device.type == "cuda" and "cuda" in content["rng"]:
             torch.cuda.set_rng_state(content["rng"]["cuda"])
         self.step = content["step"]
-        self.seconds, self.experts_seconds = content["seconds"]
+        self.spent = Spent(*content["spent"])
         self.last_checkpoint = path
 
 

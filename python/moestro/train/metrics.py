@@ -226,35 +226,43 @@ class Progress:
     """A live bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, total: int, start: int):
+        self._total = total
         self._live = None
         if sys.stdout.isatty():
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as RichProgress
+            from rich import progress
+            from rich.live import Live
 
-            self._live = RichProgress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=24),
-                TimeRemainingColumn(),
-                TextColumn("{task.description}"),
+            self._bar = progress.Progress(
+                progress.TextColumn("step"),
+                progress.MofNCompleteColumn(),
+                progress.BarColumn(bar_width=None),
+                progress.TimeElapsedColumn(),
+                progress.TextColumn("left"),
+                progress.TimeRemainingColumn(),
+                expand=True,
             )
+            self._task = self._bar.add_task("", total=total, completed=start)
+            self._live = Live(self._bar, refresh_per_second=4)
             self._live.start()
-            self._task = self._live.add_task("", total=total, completed=start)
 
     def advance(self, step: int) -> None:
         if self._live:
-            self._live.update(self._task, completed=step)
+            self._bar.update(self._task, completed=step)
 
-    def row(self, step: int, total: int, text: str) -> None:
+    def row(self, step: int, text: str) -> None:
+        """The newest measurements: below the bar, or a line of its own."""
         if self._live:
-            self._live.update(self._task, completed=step, description=text)
+            from rich.console import Group
+            from rich.text import Text
+
+            self._live.update(Group(self._bar, Text(text)))
         else:
-            print(f"step {step}/{total}  {text}", flush=True)
+            print(f"step {step}/{self._total}  {text}", flush=True)
 
     def line(self, text: str) -> None:
         """A line that stays."""
         if self._live:
-            self._live.console.print(text, markup=False, highlight=False)
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             print(text, flush=True)
 

@@ -152,8 +152,8 @@ def _plot_dropped(folder: Path, train: list[Row]) -> Path:
 def _plot_memory(folder: Path, kept: Row) -> Path:
     figure = _figure(9, 3)
     axes = figure.subplots()
-    bars = [(f"moestro, {policy}", kept["formula"][policy], "#4878a8") for policy in POLICIES]
-    bars.append(("conventional", kept["formula"]["conventional"], "#999999"))
+    bars = [(f"moestro, {policy}", kept["planned"][policy], "#4878a8") for policy in POLICIES]
+    bars.append(("conventional", kept["planned"]["conventional"], "#999999"))
     bars += [(f"measured: {name}", size, "#c44e52") for name, size in kept["measured"].items()]
     values = [size * kept["layers"] / 2**20 for _, size, _ in bars]
     drawn = axes.barh(
@@ -203,9 +203,9 @@ def _dropped_text(train: list[Row]) -> str:
 
 def _memory_text(kept: Row) -> str:
     return (
-        "Bytes kept from forward to backward beyond the input. Blue and grey: the formula, for each save policy and "
-        "for the conventional way (permute, GEMM, activation, GEMM, unpermute, all outputs kept). Red: measured in "
-        "one forward pass of this run's block, router included, as the distinct storages that autograd saves."
+        "Bytes that the experts keep from forward to backward beyond their inputs. Blue: planned for each save policy. "
+        "Grey: the conventional way (permute, GEMM, activation, GEMM, unpermute, all outputs kept). Red: measured in a "
+        "forward pass of this run's shape, as the distinct storages that autograd saves."
     )
 
 

@@ -58,7 +58,9 @@ def generate_text(
     if unit == "byte":
         start = list(prompt.encode("utf-8")) or [END_OF_DOCUMENT]
         new = generate(model, start, num_tokens, temperature, top_k, seed, last_token=NUM_BYTE_TOKENS - 1)
-        return prompt + bytes(new).decode("utf-8", "replace")
+        text = bytes(new).decode("utf-8", "replace")
+        # A model that has learnt little writes control characters, which a terminal would obey.
+        return prompt + "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
     try:
         start = [int(word) for word in prompt.split()]
     except ValueError:
