@@ -217,7 +217,6 @@ def _new_folder(config: TrainConfig, preset: str) -> Path:
                 ) from None
         except OSError as error:
             raise TrainError(f"--out: cannot make folder '{folder}': {error.strerror}") from None
-    raise AssertionError("unreachable")
 
 
 def _resume_folder(config: TrainConfig, path: Path, explicit: set[str]) -> Path:
