@@ -29,6 +29,7 @@ RouterConfig router_config(const char* op, std::string_view score, bool renormal
   return config;
 }
 
+/// Weights and ids, in the order of torch.topk.
 std::tuple<Tensor, Tensor> route(const Tensor& logits, std::int64_t k, const OptionalTensor& selection_bias,
                                  std::string_view score, bool renormalize, double epsilon, double scale) {
   const char* op = "route";
@@ -49,7 +50,7 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, std::int64_t k, const Opt
   args.expert_ids = view(expert_ids, op, "expert_ids");
   args.weights = view(weights, op, "weights");
   check(router_forward(args, context_for(logits.device())));
-  return {expert_ids, weights};
+  return {weights, expert_ids};
 }
 
 Tensor route_backward(const Tensor& d_weights, const Tensor& logits, const Tensor& expert_ids,
@@ -93,7 +94,7 @@ class RouteFunction : public torch::autograd::Function<RouteFunction> {
                                const OptionalTensor& selection_bias, std::string_view score, bool renormalize,
                                double epsilon, double scale) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    auto [expert_ids, weights] =
+    auto [weights, expert_ids] =
         route_operator().call(logits, k, selection_bias, score, renormalize, epsilon, scale);
     ctx->save_for_backward({logits, expert_ids});
     ctx->mark_non_differentiable({expert_ids});
@@ -101,14 +102,14 @@ class RouteFunction : public torch::autograd::Function<RouteFunction> {
     ctx->saved_data["renormalize"] = renormalize;
     ctx->saved_data["epsilon"] = epsilon;
     ctx->saved_data["scale"] = scale;
-    return {expert_ids, weights};
+    return {weights, expert_ids};
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list d_outputs) {
     const variable_list saved = ctx->get_saved_variables();
     variable_list result(7);
     result[0] = route_backward_operator().call(
-        d_outputs[1], saved[0], saved[1], ctx->saved_data["score"].toStringView(),
+        d_outputs[0], saved[0], saved[1], ctx->saved_data["score"].toStringView(),
         ctx->saved_data["renormalize"].toBool(), ctx->saved_data["epsilon"].toDouble(),
         ctx->saved_data["scale"].toDouble());
     return result;

@@ -106,8 +106,8 @@ def _experts_backward(
 def _route(logits: Tensor, k: int, selection_bias: Tensor | None = None, **_options) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], k)
     return (
-        logits.new_empty(shape, dtype=torch.int32),
         logits.new_empty(shape, dtype=_accumulation_dtype(logits.dtype)),
+        logits.new_empty(shape, dtype=torch.int32),
     )
 
 

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ def _changed(module: nn.Module, **defaults: object) -> str:
         for name, value in defaults.items()
         if getattr(module, name) != value
     )
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 class _Logits(torch.autograd.Function):
@@ -118,7 +125,7 @@ class Router(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         real = torch.float64 if x.dtype == torch.float64 else torch.float32
-        with torch.autocast(x.device.type, enabled=False):
+        with _without_autocast(x.device.type):
             if x.dtype == real and self.weight.dtype == real:
                 logits = x @ self.weight.t()
             else:

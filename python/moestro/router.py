@@ -113,7 +113,7 @@ def route(
     Ties go to the lower id. A NaN logit counts as -infinity for the choice, so ids are always in range.
     """
     if num_groups == 1 and score != "sqrt_softplus":
-        return torch.ops.moestro.route(
+        weights, expert_ids = torch.ops.moestro.route(
             logits,
             k,
             selection_bias,
@@ -122,6 +122,7 @@ def route(
             epsilon=epsilon,
             scale=scale,
         )
+        return expert_ids, weights
     num_experts = logits.shape[-1]
     if logits.dim() != 2:
         raise ValueError(f"route: logits has shape {list(logits.shape)}, expected [T, E]")
