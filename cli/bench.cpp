@@ -197,14 +197,14 @@ int run(const BenchOptions& options) {
       if (target.device->on_host()) machine["threads"] = num_threads(ctx);
       machine["versions"] = versions_json();
       machine["commit"] = build_json()["commit"];
+      Problem problem(config, target, options.routing, options.seed);
+      std::vector<CaseGroup> groups = make_cases(&problem, target, ctx, options.cases);
+      if (groups.empty()) fail("--pass {}: none of the stages asked for has it", options.cases.pass);
       if (!options.json) {
         fmt::print("{} = {}, {}, save {}: {}\n", shape.name, shape.text(), dtype_name(config.dtype),
                    name_of(config.save), path);
         std::fflush(stdout);
       }
-      Problem problem(config, target, options.routing, options.seed);
-      std::vector<CaseGroup> groups = make_cases(&problem, target, ctx, options.cases);
-      if (groups.empty()) fail("--pass {}: none of the stages asked for has it", options.cases.pass);
       for (CaseGroup& group : groups) {
         report.add(shape, config, machine, group, measure(group, *timer, options));
       }

@@ -52,6 +52,12 @@ struct Line {
   double relative(double error) const { return comparison.scale > 0 ? error / comparison.scale : error; }
 };
 
+/// Twice the error of plain arithmetic; but where few numbers make up the root mean square, one of them may
+/// be further off by chance alone.
+test::Tolerance tolerance_for(const test::Array& truth) {
+  return truth.size() >= 256 ? test::Tolerance{} : test::Tolerance{.factor = 4, .floor = 4, .least_scale = 1};
+}
+
 std::vector<Line> compare_all(const test::LayerResult& got, const test::LayerProblem& problem,
                               DType grad_dtype) {
   check_interrupt();
@@ -63,7 +69,8 @@ std::vector<Line> compare_all(const test::LayerResult& got, const test::LayerPro
   std::vector<Line> lines;
   const auto add = [&](const char* name, test::Array test::LayerResult::*member) {
     if (!(got.*member).present()) return;
-    lines.push_back({name, test::compare(got.*member, truth.*member, plain.*member, dtype)});
+    lines.push_back({name, test::compare(got.*member, truth.*member, plain.*member, dtype,
+                                         tolerance_for(truth.*member))});
   };
   add("y", &test::LayerResult::y);
   add("d_x", &test::LayerResult::d_x);
@@ -144,8 +151,8 @@ void print_text(const std::vector<Line>& lines, const test::LayerProblem& proble
   }
   fmt::print("{}\n", table.text());
   for (const std::string& failure : reported_failures) fmt::print("FAILED: {}\n", failure);
-  fmt::print("{}\n", passed ? "passed: both steps, bit for bit alike, within twice plain arithmetic's error"
-                            : "FAILED");
+  fmt::print("{}\n",
+             passed ? "passed: two steps, alike to the bit, every error within what is allowed" : "FAILED");
 }
 
 int run(const VerifyOptions& options) {
@@ -166,7 +173,9 @@ int run(const VerifyOptions& options) {
       options.ragged
           ? test::make_ragged_routing(rng, shape.num_tokens, shape.num_experts, shape.top_k, routing_options)
           : test::make_routing(rng, shape.num_tokens, shape.num_experts, shape.top_k, routing_options);
-  const test::LayerProblem problem = test::make_problem(rng, config, routing);
+  const test::Values values =
+      test::has_kink(config.activation.kind) ? test::Values::kGrid : test::Values::kNormal;
+  const test::LayerProblem problem = test::make_problem(rng, config, routing, values);
 
   test::RunOptions run_options;
   run_options.matrices.transposed = options.transposed;

@@ -49,13 +49,6 @@ struct Shape {
   std::int64_t num_tokens, d_model, d_ff, num_experts, top_k;
 };
 
-/// Has the slope a jump? Then a rounding of H near it moves gradients by more than any rounding does, in
-/// the yardstick as in the backend but not at the same places: such kinds are tested on a grid of values
-/// that keeps H off the jump.
-constexpr bool has_kink(ActivationKind kind) {
-  return kind == ActivationKind::kReGLU || kind == ActivationKind::kReLU ||
-         kind == ActivationKind::kSwiGLUClamp || kind == ActivationKind::kSwiGLUOAI;
-}
 /// A clamp's limit that H meets often, between two points of that grid.
 constexpr float kGridLimit = 1.50390625F;
 

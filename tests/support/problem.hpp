@@ -68,6 +68,13 @@ struct LayerProblem {
 /// kGrid: multiples of powers of two, for which every order of summation gives the same bits.
 enum class Values { kNormal, kGrid };
 
+/// Has the slope a jump? Then a rounding of H near it moves gradients by more than any rounding does, in
+/// the yardstick as in the backend but not at the same places: such kinds are tested on a grid of values
+/// that keeps H off the jump.
+constexpr bool has_kink(ActivationKind kind) {
+  return kind == ActivationKind::kReGLU || kind == ActivationKind::kReLU ||
+         kind == ActivationKind::kSwiGLUClamp || kind == ActivationKind::kSwiGLUOAI;
+}
 /// `config` without num_tokens, top_k and ragged_slots, which the routing sets.
 LayerProblem make_problem(Rng& rng, LayerConfig config, Routing routing, Values values = Values::kNormal);
 
