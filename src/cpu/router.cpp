@@ -87,12 +87,13 @@ void forward(const RouterForwardArgs& args, const Context& ctx) {
             weight(k) = scores.score(id(k));
             sum += weight(k);
           }
-          Real factor = static_cast<Real>(args.config.scale);
-          if (args.config.renormalize) {
-            const Real divisor = sum + static_cast<Real>(args.config.epsilon);
-            factor = divisor == Real(0) ? Real(0) : factor / divisor;
+          // p / divisor first: with one choice that is 1 to the bit, and its gradient below 0.
+          const Real divisor =
+              args.config.renormalize ? sum + static_cast<Real>(args.config.epsilon) : Real(1);
+          for (std::int64_t k = 0; k < top_k; ++k) {
+            const Real share = divisor == Real(0) ? Real(0) : weight(k) / divisor;
+            weight(k) = static_cast<Real>(args.config.scale) * share;
           }
-          for (std::int64_t k = 0; k < top_k; ++k) weight(k) *= factor;
         }
       });
 }
@@ -119,16 +120,16 @@ void backward(const RouterBackwardArgs& args, const Context& ctx) {
           };
           const auto routed = [&](std::int64_t k) { return id(k) >= 0 && id(k) < num_experts; };
           Real sum = 0;
-          Real weighted = 0;
           for (std::int64_t k = 0; k < top_k; ++k) {
-            if (!routed(k)) continue;
-            sum += scores.score(id(k));
-            weighted += d_weight(k) * scores.score(id(k));
+            if (routed(k)) sum += scores.score(id(k));
           }
           const Real divisor =
               args.config.renormalize ? sum + static_cast<Real>(args.config.epsilon) : Real(1);
           const Real factor = divisor == Real(0) ? Real(0) : static_cast<Real>(args.config.scale) / divisor;
-          const Real mean = args.config.renormalize && divisor != Real(0) ? weighted / divisor : Real(0);
+          Real mean = 0;
+          for (std::int64_t k = 0; args.config.renormalize && divisor != Real(0) && k < top_k; ++k) {
+            if (routed(k)) mean += d_weight(k) * (scores.score(id(k)) / divisor);
+          }
           const bool softmax = args.config.score == RouterScore::kSoftmax;
           // A sum over all choices of one expert: a caller may name one twice.
           const auto d_score = [&](std::int32_t expert) {

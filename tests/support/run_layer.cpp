@@ -25,7 +25,8 @@ LayerRun::LayerRun(const BackendUnderTest& backend, const LayerProblem& problem,
   saved_ = std::make_shared<GuardedBuffer>(device, bytes_.saved, "saved");
   forward_workspace_ = std::make_shared<Workspace>(
       backend, options.inference ? bytes_.inference_workspace : bytes_.forward_workspace);
-  backward_workspace_ = std::make_shared<Workspace>(backend, bytes_.backward_workspace);
+  const bool runs_backward = options.backward && !options.inference;
+  backward_workspace_ = std::make_shared<Workspace>(backend, runs_backward ? bytes_.backward_workspace : 0);
 
   x_ = Tensor(device, "x", problem.x, dtype, options.tokens);
   ids_ = problem.routing.ids_on(device, options.id_dtype, options.slots);
@@ -37,7 +38,7 @@ LayerRun::LayerRun(const BackendUnderTest& backend, const LayerProblem& problem,
   b_down_ = Tensor(device, "b_down", problem.b_down, dtype, options.biases);
   d_y_ = Tensor(device, "d_y", problem.d_y, dtype, options.tokens);
   y_ = Tensor::output(device, "y", problem.x.shape, dtype, options.tokens);
-  if (!options.backward || options.inference) return;
+  if (!runs_backward) return;
 
   const auto gradient = [&](const char* name, const Array& like, const Layout& layout) {
     if (!options.accumulate) return Tensor::output(device, name, like.shape, grad_dtype, layout);

@@ -38,15 +38,31 @@ GuardedBuffer::GuardedBuffer(Device& device, std::size_t bytes, std::string name
   std::vector<unsigned char> image(offset_ + bytes + kGuardBytes, kGuard);
   std::fill_n(image.begin() + static_cast<std::ptrdiff_t>(offset_), bytes, 0xff);
   device_.upload(allocation_, image.data(), image.size());
-  if (device_.on_host()) {
-    forbid(allocation_, offset_ / 8 * 8);  // ASan's grain
-    forbid(static_cast<unsigned char*>(data()) + bytes_, kGuardBytes);
-  }
+  check_guards();
 }
 
 GuardedBuffer::~GuardedBuffer() {
-  (void)download();
+  check_guards();
   device_.release(allocation_);
+}
+
+void GuardedBuffer::check_guards() const {
+  auto* const front = static_cast<unsigned char*>(allocation_);
+  auto* const back = static_cast<unsigned char*>(data()) + bytes_;
+  const auto check = [&](const unsigned char* guard, std::size_t bytes, const char* where) {
+    std::vector<unsigned char> image(bytes);
+    if (device_.on_host()) allow(guard, bytes);
+    device_.download(image.data(), guard, bytes);
+    if (!std::all_of(image.begin(), image.end(), [](unsigned char byte) { return byte == kGuard; })) {
+      report_failure(name_ + ": written " + where + " its memory");
+    }
+  };
+  check(front, offset_, "in front of");
+  check(back, kGuardBytes, "behind");
+  if (device_.on_host()) {
+    forbid(front, offset_ / 8 * 8);  // ASan's grain
+    forbid(back, kGuardBytes);
+  }
 }
 
 void* GuardedBuffer::data() const {
@@ -59,19 +75,10 @@ void GuardedBuffer::upload(const std::vector<unsigned char>& content) {
 }
 
 std::vector<unsigned char> GuardedBuffer::download() const {
-  std::vector<unsigned char> image(offset_ + bytes_ + kGuardBytes);
-  if (device_.on_host()) allow(allocation_, image.size());
-  device_.download(image.data(), allocation_, image.size());
-  if (device_.on_host()) {
-    forbid(allocation_, offset_ / 8 * 8);
-    forbid(static_cast<unsigned char*>(data()) + bytes_, kGuardBytes);
-  }
-  const auto intact = [](unsigned char byte) { return byte == kGuard; };
-  const auto begin = image.begin() + static_cast<std::ptrdiff_t>(offset_);
-  const auto end = begin + static_cast<std::ptrdiff_t>(bytes_);
-  if (!std::all_of(image.begin(), begin, intact)) report_failure(name_ + ": written in front of its memory");
-  if (!std::all_of(end, image.end(), intact)) report_failure(name_ + ": written behind its memory");
-  return {begin, end};
+  check_guards();
+  std::vector<unsigned char> content(bytes_);
+  device_.download(content.data(), data(), bytes_);
+  return content;
 }
 
 std::size_t GuardedBuffer::high_water() const {

@@ -33,6 +33,8 @@ class GuardedBuffer {
   std::size_t high_water() const;
 
  private:
+  void check_guards() const;
+
   Device& device_;
   std::size_t bytes_;
   std::string name_;
