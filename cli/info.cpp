@@ -79,10 +79,8 @@ int run(const InfoOptions& options) {
   fmt::print("cpu        {}, {} processors, {}{}{}\n", text(cpu["model"]),
              cpu["logical_processors"].get<unsigned>(), bytes_text(cpu["memory_bytes"].get<std::size_t>()),
              cpu["instructions"].empty() ? "" : ", ", words(cpu["instructions"]));
-  if (versions.contains("openblas")) {
-    fmt::print("openblas   {} ({} kernels)\n", text(versions["openblas"]),
-               versions.contains("openblas_core") ? text(versions["openblas_core"]) : "unknown");
-  }
+  fmt::print("openblas   {} ({} kernels)\n", text(versions["openblas"]),
+             versions.value("openblas_core", "unknown"));
   fmt::print("onednn     {}\n", versions.contains("onednn") ? text(versions["onednn"]) : "not in this build");
   fmt::print("cuda       {}\n", find_backend(BackendId::kCUDA) != nullptr
                                     ? "toolkit " + versions.value("cuda", "unknown")

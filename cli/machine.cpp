@@ -12,12 +12,7 @@
 
 #include "build_config.hpp"
 #include "commit.hpp"
-
-// Weak: present when the CPU backend was linked against OpenBLAS.
-extern "C" {
-[[gnu::weak]] char* openblas_get_config();
-[[gnu::weak]] char* openblas_get_corename();
-}
+#include "cpu/gemm.hpp"
 
 namespace moestro::cli {
 namespace {
@@ -60,15 +55,13 @@ nlohmann::ordered_json build_json() {
 
 nlohmann::ordered_json versions_json() {
   nlohmann::ordered_json versions = {{"moestro", MOESTRO_VERSION}, {"compiler", MOESTRO_CXX_COMPILER}};
-  if (openblas_get_config != nullptr) {
-    std::string text = openblas_get_config();  // "OpenBLAS 0.3.21 NO_LAPACK … Zen MAX_THREADS=64"
-    std::istringstream words(text);
-    std::string name;
-    std::string number;
-    words >> name >> number;
-    versions["openblas"] = number;
-    if (openblas_get_corename != nullptr) versions["openblas_core"] = openblas_get_corename();
-  }
+  std::istringstream blas(cpu::gemm_library());  // "OpenBLAS 0.3.21 (Cooperlake)"
+  std::string name;
+  std::string version;
+  std::string core;
+  blas >> name >> version >> core;
+  versions["openblas"] = version;
+  if (core.size() > 2) versions["openblas_core"] = core.substr(1, core.size() - 2);
   if (std::strlen(MOESTRO_CUDA_COMPILER) > 0) versions["cuda"] = MOESTRO_CUDA_COMPILER;
   return versions;
 }

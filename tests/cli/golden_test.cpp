@@ -165,6 +165,21 @@ TEST(Golden, BenchRows) {
   }
 }
 
+TEST(Golden, CtrlCKeepsWholeRows) {
+  const std::string file = temporary_file("interrupted.jsonl", "");
+  ASSERT_EQ(
+      run_tool("bench --shape 32,8,8,2,1 --stage router --stage up --repeats 2 --out " + file).exit_code, 0);
+  const ToolResult result = run_tool("bench --shape 2048,64,64,8,2 --repeats 1000000 --out " + file,
+                                     "timeout --preserve-status -s INT 1");
+  EXPECT_EQ(result.exit_code, 130) << result.err;
+  EXPECT_NE(result.err.find("moestro: interrupted"), std::string::npos) << result.err;
+  std::istringstream lines(read_file(file));
+  int rows = 0;
+  for (std::string line; std::getline(lines, line); ++rows)
+    EXPECT_TRUE(Json::parse(line).contains("median_us"));
+  EXPECT_EQ(rows, 5);  // the first call's; nothing of the case that was cut short
+}
+
 TEST(Golden, Info) {
   const ToolResult result = run_tool("info --shape 64,16,8,4,2 --shape 8,8,8,2,1 --dtype f64");
   ASSERT_EQ(result.exit_code, 0) << result.err;

@@ -30,10 +30,10 @@ const std::filesystem::path& folder() {
 
 }  // namespace
 
-ToolResult run_tool(const std::string& arguments) {
+ToolResult run_tool(const std::string& arguments, const std::string& prefix) {
   const std::string out = (folder() / "out").string();
   const std::string err = (folder() / "err").string();
-  const std::string command = MOESTRO_TOOL " " + arguments + " >" + out + " 2>" + err;
+  const std::string command = prefix + " " MOESTRO_TOOL " " + arguments + " >" + out + " 2>" + err;
   const int status = std::system(command.c_str());
   ToolResult result;
   result.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);

@@ -11,8 +11,8 @@ struct ToolResult {
   std::string err;
 };
 
-/// `arguments` as typed in a shell, after the program's name.
-ToolResult run_tool(const std::string& arguments);
+/// `arguments` as typed in a shell, after the program's name; `prefix` before it ("timeout 1").
+ToolResult run_tool(const std::string& arguments, const std::string& prefix = "");
 
 /// A file of this content in the test's temporary folder, removed at the end of the program.
 std::string temporary_file(const std::string& name, const std::string& content);
