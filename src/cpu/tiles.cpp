@@ -2,6 +2,7 @@
 
 #include <cstddef>
 
+#include "cpu/panels.hpp"
 #include "cpu/parallel.hpp"
 
 namespace moestro::cpu {
@@ -102,6 +103,9 @@ void copy_tile(const Rows<T>& rows, std::int64_t num_rows, std::int64_t first, s
 template <class T>
 void multiply_rows(const Scratch<Acc<T>>& scratch, const Rows<T>& a, std::int64_t m, const Weight<T>& w,
                    std::int64_t n, std::int64_t k, Acc<T>* c, std::int64_t c_stride) {
+  if constexpr (has_panels_in_build<T>) {
+    if (has_panels<T>()) return multiply_rows_panels(scratch, a, m, w, n, k, c, c_stride);
+  }
   for (std::int64_t k0 = 0; k0 < k; k0 += kDepthTile) {
     const std::int64_t depth = std::min(kDepthTile, k - k0);
     const auto left = rows_operand(a, m, k0, depth, false, scratch.left);
@@ -123,7 +127,15 @@ void multiply_transposed(const Scratch<Acc<T>>& scratch, const Rows<T>& left, st
   Acc<T>* c = direct ? static_cast<Acc<T>*>(out.data) : scratch.tile;
   const std::int64_t c_stride = direct ? out.i_stride : n;
   const bool add = direct && out.accumulate;
-  for (std::int64_t r = 0; r < num_rows; r += kRowTile) {
+  bool done = false;
+  if constexpr (has_panels_in_build<T>) {
+    done = has_panels<T>();
+    if (done) {
+      multiply_transposed_panels(scratch, left, left_first, m, right, right_first, n, num_rows, add, c,
+                                 c_stride);
+    }
+  }
+  for (std::int64_t r = 0; !done && r < num_rows; r += kRowTile) {
     const std::int64_t rows = std::min(kRowTile, num_rows - r);
     gemm(m, n, rows, rows_operand(left.from(r), rows, left_first, m, true, scratch.left),
          rows_operand(right.from(r), rows, right_first, n, false, scratch.right), add || r > 0, c, c_stride);
