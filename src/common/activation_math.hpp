@@ -7,6 +7,7 @@
 
 #include <cmath>
 
+#include "common/straight_math.hpp"
 #include "moestro/config.hpp"
 
 #if defined(__CUDACC__)
@@ -19,13 +20,27 @@ namespace moestro::activation_math {
 
 template <typename Real>
 MOESTRO_HOST_DEVICE Real exponential(Real x) {
-#if defined(__CUDA_ARCH__)
-  if constexpr (sizeof(Real) == 4) return __expf(x);
-#endif
   if constexpr (sizeof(Real) == 4) {
-    return expf(x);
+#if defined(__CUDA_ARCH__)
+    return __expf(x);
+#else
+    return straight_math::exponential(x);
+#endif
   } else {
     return exp(x);
+  }
+}
+
+template <typename Real>
+MOESTRO_HOST_DEVICE Real error_function(Real x) {
+  if constexpr (sizeof(Real) == 4) {
+#if defined(__CUDA_ARCH__)
+    return erff(x);
+#else
+    return straight_math::error_function(x);
+#endif
+  } else {
+    return erf(x);
   }
 }
 
@@ -61,19 +76,18 @@ MOESTRO_HOST_DEVICE ValueSlope<Real> silu(Real x) {
 
 template <typename Real>
 MOESTRO_HOST_DEVICE ValueSlope<Real> gelu_exact(Real x) {
-  const Real cdf = Real(0.5) * (Real(1) + static_cast<Real>(erf(x * Real(0.70710678118654752440))));
+  const Real cdf = Real(0.5) * (Real(1) + error_function(x * Real(0.70710678118654752440)));
   const Real density = Real(0.39894228040143267794) * exponential(Real(-0.5) * x * x);
   return {x * cdf, cdf + x * density};
 }
 
+/// (1 + tanh(z)) / 2 = sigmoid(2 z), whose slope is 2 s (1 - s).
 template <typename Real>
 MOESTRO_HOST_DEVICE ValueSlope<Real> gelu_tanh(Real x) {
-  const Real scale = Real(0.79788456080286535588);
+  const Real twice = Real(2) * Real(0.79788456080286535588);
   const Real cubic = Real(0.044715);
-  const Real t = static_cast<Real>(tanh(scale * (x + cubic * x * x * x)));
-  const Real half = Real(0.5) * (Real(1) + t);
-  const Real slope = Real(0.5) * x * (Real(1) - t * t) * scale * (Real(1) + Real(3) * cubic * x * x);
-  return {x * half, half + slope};
+  const Real s = sigmoid(twice * (x + cubic * x * x * x));
+  return {x * s, s + x * s * (Real(1) - s) * twice * (Real(1) + Real(3) * cubic * x * x)};
 }
 
 template <typename Real>

@@ -113,40 +113,84 @@ __mmask16 last_mask(std::int64_t columns) {
   return static_cast<__mmask16>(rest == 0 ? 0xffff : (1 << rest) - 1);
 }
 
-/// Lines of f32 that lie along the columns: line k is row k's elements [first, first + columns).
-MOESTRO_AVX512 void pack_lines(const Rows<float>& rows, std::int64_t num_rows, std::int64_t first,
-                               std::int64_t columns, std::int64_t width, std::uint32_t* to) {
-  for (std::int64_t k = 0; k < num_rows; ++k, to += width) {
+/// The first `columns` of kWidth columns in vectors of 16.
+struct ColumnMasks {
+  explicit ColumnMasks(std::int64_t columns) {
+    for (std::int64_t v = 0; v < 3; ++v) {
+      const std::int64_t count = std::clamp<std::int64_t>(columns - v * kVector, 0, kVector);
+      mask[v] = static_cast<__mmask16>((1U << count) - 1);
+    }
+  }
+  __mmask16 mask[3];
+};
+
+/// Lines of a panel that lie along its columns, in memory row by row: elements [first, first + columns) of
+/// rows [begin, end). f32: a line is a row. bf16: line k has the rows 2k and 2k + 1 side by side in its
+/// words.
+template <int kWidth>
+MOESTRO_AVX512 void pack_lines(const Rows<float>& rows, std::int64_t begin, std::int64_t end,
+                               std::int64_t first, const ColumnMasks& masks, std::uint32_t* panel) {
+  for (std::int64_t k = begin; k < end; ++k) {
     const float* from = rows.row(k) + first;
-    for (std::int64_t j = 0; j < width; j += kVector) {
-      const __mmask16 mask = columns - j >= kVector
-                                 ? static_cast<__mmask16>(0xffff)
-                                 : static_cast<__mmask16>((1 << std::max<std::int64_t>(columns - j, 0)) - 1);
-      const __mmask16 fits = width - j >= kVector ? static_cast<__mmask16>(0xffff)
-                                                  : static_cast<__mmask16>((1 << (width - j)) - 1);
-      _mm512_mask_storeu_ps(to + j, fits, _mm512_maskz_loadu_ps(mask, from + j));
+    std::uint32_t* to = panel + k * kWidth;
+    if constexpr (kWidth < kVector) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                          _mm256_maskz_loadu_epi32(static_cast<__mmask8>(masks.mask[0]), from));
+    } else {
+#pragma GCC unroll 3
+      for (int v = 0; v < kWidth / kVector; ++v) {
+        _mm512_storeu_si512(to + v * kVector, _mm512_maskz_loadu_epi32(masks.mask[v], from + v * kVector));
+      }
     }
   }
 }
 
-/// Lines of bf16: rows 2k and 2k + 1 side by side in the words of line k.
-MOESTRO_AVX512 void pack_lines(const Rows<BFloat16>& rows, std::int64_t num_rows, std::int64_t first,
-                               std::int64_t columns, std::int64_t width, std::uint32_t* to) {
-  for (std::int64_t k = 0; k < num_rows; k += 2, to += width) {
+template <int kWidth>
+MOESTRO_AVX512 void pack_lines(const Rows<BFloat16>& rows, std::int64_t begin, std::int64_t end,
+                               std::int64_t first, const ColumnMasks& masks, std::uint32_t* panel) {
+  for (std::int64_t k = begin; k < end; k += 2) {
     const BFloat16* even = rows.row(k) + first;
-    const BFloat16* odd = k + 1 < num_rows ? rows.row(k + 1) + first : nullptr;
-    for (std::int64_t j = 0; j < width; j += kVector) {
-      const __mmask16 mask = columns - j >= kVector
-                                 ? static_cast<__mmask16>(0xffff)
-                                 : static_cast<__mmask16>((1 << std::max<std::int64_t>(columns - j, 0)) - 1);
-      const __mmask16 fits = width - j >= kVector ? static_cast<__mmask16>(0xffff)
-                                                  : static_cast<__mmask16>((1 << (width - j)) - 1);
-      __m512i word = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even + j));
-      if (odd != nullptr) {
-        const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd + j));
-        word = _mm512_or_si512(word, _mm512_slli_epi32(high, 16));
+    const bool pair = k + 1 < end;
+    const BFloat16* odd = pair ? rows.row(k + 1) + first : even;
+    std::uint32_t* to = panel + k / 2 * kWidth;
+    if constexpr (kWidth < kVector) {
+      const auto mask = static_cast<__mmask8>(masks.mask[0]);
+      const __m256i low = _mm256_cvtepu16_epi32(_mm_maskz_loadu_epi16(mask, even));
+      const __m256i high = _mm256_cvtepu16_epi32(_mm_maskz_loadu_epi16(pair ? mask : __mmask8{0}, odd));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_or_si256(low, _mm256_slli_epi32(high, 16)));
+    } else {
+#pragma GCC unroll 3
+      for (int v = 0; v < kWidth / kVector; ++v) {
+        const __mmask16 mask = masks.mask[v];
+        const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even + v * kVector));
+        const __m512i high =
+            _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(pair ? mask : __mmask16{0}, odd + v * kVector));
+        _mm512_storeu_si512(to + v * kVector, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
       }
-      _mm512_mask_storeu_epi32(to + j, fits, word);
+    }
+  }
+}
+
+template <class T>
+void pack_panel(const Rows<T>& rows, std::int64_t num_rows, std::int64_t first, std::int64_t columns,
+                std::uint32_t* panel) {
+  const ColumnMasks masks(columns);
+  const std::int64_t vectors = vectors_of(columns);
+  if (vectors == 3) return pack_lines<3 * kVector>(rows, 0, num_rows, first, masks, panel);
+  if (vectors == 2) return pack_lines<2 * kVector>(rows, 0, num_rows, first, masks, panel);
+  pack_lines<kVector>(rows, 0, num_rows, first, masks, panel);
+}
+
+/// Columns [0, m) of the rows in panels of kKernelRows columns, for the kernel's rows.
+template <class T>
+void pack_left(const Rows<T>& rows, std::int64_t num_rows, std::int64_t m, std::uint32_t* panels) {
+  const std::int64_t words = words_of<T>(num_rows);
+  constexpr std::int64_t kChunk = 16;  // rows at a time, so that their cache lines serve neighbouring panels
+  for (std::int64_t begin = 0; begin < num_rows; begin += kChunk) {
+    const std::int64_t end = std::min(begin + kChunk, num_rows);
+    for (std::int64_t i = 0; i < m; i += kKernelRows) {
+      pack_lines<kKernelRows>(rows, begin, end, i, ColumnMasks(std::min<std::int64_t>(m - i, kKernelRows)),
+                              panels + i * words);
     }
   }
 }
@@ -231,7 +275,7 @@ void multiply_rows_panels(const Scratch<float>& scratch, const Rows<T>& a, std::
       if (w.k_stride == 1) {
         pack_columns(block, w.n_stride, columns, depth, vectors * kVector, panel);
       } else {
-        pack_lines(Rows<T>{block, w.k_stride}, depth, 0, columns, vectors * kVector, panel);
+        pack_panel(Rows<T>{block, w.k_stride}, depth, 0, columns, panel);
       }
       KernelRows operand;
       operand.step = 1;
@@ -261,15 +305,12 @@ void multiply_transposed_panels(const Scratch<float>& scratch, const Rows<T>& le
     const std::int64_t rows = std::min(kDepth, num_rows - r0);
     const std::int64_t words = words_of<T>(rows);
     const Rows<T> left_rows = in_order(left.from(r0), rows, left_first, m, ordered);
-    for (std::int64_t i = 0; i < m; i += kKernelRows) {
-      pack_lines(left_rows, rows, i, std::min<std::int64_t>(kKernelRows, m - i), kKernelRows,
-                 packed_left + i * words);
-    }
+    pack_left(left_rows, rows, m, packed_left);
     const Rows<T> right_rows = in_order(right.from(r0), rows, right_first, n, ordered);
     for (std::int64_t j = 0; j < n; j += kPanelColumns) {
       const std::int64_t columns = std::min(kPanelColumns, n - j);
       const std::int64_t vectors = vectors_of(columns);
-      pack_lines(right_rows, rows, j, columns, vectors * kVector, panel);
+      pack_panel(right_rows, rows, j, columns, panel);
       KernelRows operand;
       operand.step = kKernelRows;
       operand.half_word = false;  // packed words end in zeros
