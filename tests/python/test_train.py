@@ -274,6 +274,9 @@ def test_a_signal_saves_and_exits(tmp_path, text, number, code):
     assert rows_of(tmp_path / "stopped", "summary")[0]["finished"] is False
     assert main(["--resume", str(tmp_path / "stopped"), "--steps", str(step + 2), "--no-report"]) == 0
     assert [row["step"] for row in rows_of(tmp_path / "stopped", "train")] == list(range(1, step + 3))
+    assert [row["step"] for row in rows_of(tmp_path / "stopped", "run")] == [0, step]
+    assert main(["report", str(tmp_path / "stopped")]) == 0
+    assert f"Step {step + 2} of {step + 2}:" in (tmp_path / "stopped" / "report.html").read_text()
 
 
 def test_resume_into_a_new_run_leaves_the_old_one(tmp_path, text):

@@ -55,9 +55,9 @@ class TrainConfig:
     num_layers: int = _setting(4, "model", "decoder blocks", low=1)
     num_heads: int = _setting(4, "model", "attention heads", low=1)
     seq_len: int = _setting(256, "model", "tokens of context", low=2)
-    num_experts: int = _setting(16, "model", "experts E of each MoE block", low=1)
-    top_k: int = _setting(2, "model", "experts K that each token is sent to", low=1)
-    d_ff: int = _setting(128, "model", "hidden dimension n of one expert", low=1)
+    num_experts: int = _setting(32, "model", "experts E of each MoE block", low=1)
+    top_k: int = _setting(4, "model", "experts K that each token is sent to", low=1)
+    d_ff: int = _setting(64, "model", "hidden dimension n of one expert", low=1)
     dense_layers: int = _setting(
         0, "model", "how many first blocks have a dense MLP of width K*n instead", low=0
     )

@@ -91,8 +91,12 @@ def find_documents(
     root: Path, skipped: frozenset[str] = frozenset(), suffixes: frozenset[str] = TEXT_SUFFIXES
 ) -> list[_Document]:
     """Text files below a folder, by suffix, in path order; hidden names and links are left out."""
+
+    def fail(error: OSError) -> None:
+        raise TrainError(f"cannot read folder '{error.filename}': {error.strerror}")
+
     found = []
-    for folder, subfolders, names in os.walk(root):
+    for folder, subfolders, names in os.walk(root, onerror=fail):
         subfolders[:] = sorted(
             s for s in subfolders if not s.startswith(".") and s not in _SKIPPED_FOLDERS and s not in skipped
         )

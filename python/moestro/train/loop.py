@@ -172,8 +172,7 @@ class Trainer:
         file = metrics.MetricsFile(self.folder / "metrics.jsonl")
         progress = metrics.Progress(c.steps, self.step)
         try:
-            if self.step == 0:
-                file.write("run", **self.description())
+            file.write("run", step=self.step, **self.description())
             progress.line(f"a unigram model needs {self.unigram:.3f} bits per {self.corpus.unit}")
             at_row, mark, marked_step = self.spent, time.perf_counter(), self.step
             while self.step < c.steps and stop.signal is None:
@@ -241,7 +240,7 @@ class Trainer:
         )
         text = (
             f"loss {values['loss']:.4f}  lr {rate:.2e}  {tokens_per_s:,.0f} tokens/s  "
-            f"load {metrics.worst_load(values['expert_load']):.2f}x  "
+            f"max load {metrics.worst_load(values['expert_load']):.2f}x  "
             f"experts {spent.experts / spent.seconds:.0%}  {metrics.human_bytes(memory['rss_bytes'])}"
         )
         if "gpu_bytes" in memory:

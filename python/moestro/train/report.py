@@ -23,7 +23,7 @@ def write_report(folder: Path) -> Path:
         by_kind.setdefault(row["kind"], []).append(row)
     if "run" not in by_kind:
         raise TrainError(f"'{folder / 'metrics.jsonl'}' has no 'run' row: not the metrics of a run")
-    run = by_kind["run"][0]
+    run = by_kind["run"][-1]  # a resumed run has one for each start
     train, evals = by_kind.get("train", []), by_kind.get("eval", [])
 
     import matplotlib
