@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from moestro.train import config as settings
-from moestro.train import data, kept, metrics
+from moestro.train import data, kept, metrics, report
 from moestro.train.config import TrainConfig
 from moestro.train.errors import TrainError
 from moestro.train.loop import learning_rate
@@ -335,3 +335,11 @@ def test_both_backends_start_from_the_same_weights():
     for name, value in states[0].items():
         assert torch.equal(value, states[1][name]), name
     assert models[0].embedding.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_the_heat_map_sums_the_rows_of_a_group():
+    rows = [
+        {"step": i + 1, "expert_load": [[3, 1], counts]} for i, counts in enumerate([[1, 3], [3, 1], [0, 0]])
+    ]
+    assert report._relative_load([rows[:2], rows[2:]], 1) == [[1.0, 0.0], [1.0, 0.0]]
+    assert report._relative_load([rows[:2]], 0) == [[1.5], [0.5]]

@@ -102,13 +102,16 @@ def _plot_load(folder: Path, train: list[Row]) -> Path:
     lines = math.ceil(num_layers / columns)
     figure = _figure(4.8 * columns + 1, max(2.2, min(4.5, 0.6 + 0.11 * num_experts)) * lines)
     grid = figure.subplots(lines, columns, squeeze=False, sharex=True)
-    steps = [row["step"] for row in train]
+    # A long run's rows are summed in groups, so that the picture has at most 400 columns.
+    size = math.ceil(len(train) / 400)
+    groups = [train[i : i + size] for i in range(0, len(train), size)]
+    steps = [group[-1]["step"] for group in groups]
     image = None
     for layer, axes in enumerate(grid.flat):
         if layer >= num_layers:
             axes.set_visible(False)
             continue
-        load = _relative_load(train, layer)
+        load = _relative_load(groups, layer)
         edges = [steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1), *steps]
         image = axes.pcolormesh(
             edges,
@@ -129,10 +132,12 @@ def _plot_load(folder: Path, train: list[Row]) -> Path:
     return _saved(figure, folder / "expert_load.png")
 
 
-def _relative_load(train: list[Row], layer: int) -> list[list[float]]:
-    """[experts][rows], 1 where the expert got its even share."""
-    table = [row["expert_load"][layer] for row in train]
-    shares = [[count * len(counts) / max(1, sum(counts)) for count in counts] for counts in table]
+def _relative_load(groups: list[list[Row]], layer: int) -> list[list[float]]:
+    """[experts][groups], 1 where the expert got its even share."""
+    shares = []
+    for group in groups:
+        counts = [sum(column) for column in zip(*(row["expert_load"][layer] for row in group))]
+        shares.append([count * len(counts) / max(1, sum(counts)) for count in counts])
     return [list(column) for column in zip(*shares)]
 
 
