@@ -30,16 +30,19 @@ const std::filesystem::path& folder() {
 
 }  // namespace
 
-ToolResult run_tool(const std::string& arguments, const std::string& prefix) {
+ToolResult run_command(const std::string& command) {
   const std::string out = (folder() / "out").string();
   const std::string err = (folder() / "err").string();
-  const std::string command = prefix + " " MOESTRO_TOOL " " + arguments + " >" + out + " 2>" + err;
-  const int status = std::system(command.c_str());
+  const int status = std::system((command + " >" + out + " 2>" + err).c_str());
   ToolResult result;
   result.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
   result.out = read_file(out);
   result.err = read_file(err);
   return result;
+}
+
+ToolResult run_tool(const std::string& arguments) {
+  return run_command(MOESTRO_TOOL " " + arguments);
 }
 
 std::string temporary_file(const std::string& name, const std::string& content) {

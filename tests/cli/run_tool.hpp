@@ -11,8 +11,11 @@ struct ToolResult {
   std::string err;
 };
 
-/// `arguments` as typed in a shell, after the program's name; `prefix` before it ("timeout 1").
-ToolResult run_tool(const std::string& arguments, const std::string& prefix = "");
+/// A shell's command line.
+ToolResult run_command(const std::string& command);
+
+/// `moestro` with `arguments` as typed in a shell.
+ToolResult run_tool(const std::string& arguments);
 
 /// A file of this content in the test's temporary folder, removed at the end of the program.
 std::string temporary_file(const std::string& name, const std::string& content);
