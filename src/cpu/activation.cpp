@@ -17,6 +17,7 @@ template <ActivationKind kKind, class Real>
 void forward_row(std::int64_t count, const Real* __restrict gate, [[maybe_unused]] const Real* __restrict up,
                  Real limit, Real alpha, Real* __restrict a) {
   vectorized([=] {
+#pragma GCC ivdep
     for (std::int64_t j = 0; j < count; ++j) {
       if constexpr (is_gated(kKind)) {
         a[j] = activation_math::gated<kKind>(gate[j], up[j], limit, alpha).value;
@@ -32,6 +33,7 @@ void backward_row(std::int64_t count, const Real* __restrict gate, [[maybe_unuse
                   const Real* __restrict d_a, Real limit, Real alpha, Real* __restrict a,
                   Real* __restrict d_gate, [[maybe_unused]] Real* __restrict d_up) {
   vectorized([=] {
+#pragma GCC ivdep
     for (std::int64_t j = 0; j < count; ++j) {
       if constexpr (is_gated(kKind)) {
         const auto f = activation_math::gated<kKind>(gate[j], up[j], limit, alpha);

@@ -51,11 +51,7 @@ MOESTRO_AVX512 void kernel(const KernelRows& rows, std::int64_t words, const std
   for (int i = 0; i < kRows; ++i) {
     row[i] = rows.row[i];
 #pragma GCC unroll 3
-    for (int v = 0; v < kVectors; ++v) {
-      const __mmask16 mask = v + 1 == kVectors ? last : static_cast<__mmask16>(0xffff);
-      sum[i][v] =
-          accumulate ? _mm512_maskz_loadu_ps(mask, c + i * c_stride + v * kVector) : _mm512_setzero_ps();
-    }
+    for (int v = 0; v < kVectors; ++v) sum[i][v] = _mm512_setzero_ps();
   }
   std::int64_t at = 0;
   for (std::int64_t k = 0; k < words; ++k, at += rows.step, panel += kVectors * kVector) {
@@ -84,7 +80,9 @@ MOESTRO_AVX512 void kernel(const KernelRows& rows, std::int64_t words, const std
 #pragma GCC unroll 3
     for (int v = 0; v < kVectors; ++v) {
       const __mmask16 mask = v + 1 == kVectors ? last : static_cast<__mmask16>(0xffff);
-      _mm512_mask_storeu_ps(c + i * c_stride + v * kVector, mask, sum[i][v]);
+      float* to = c + i * c_stride + v * kVector;
+      if (accumulate) sum[i][v] = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), sum[i][v]);
+      _mm512_mask_storeu_ps(to, mask, sum[i][v]);
     }
   }
 }
