@@ -24,7 +24,7 @@ if [ "$fix" -eq 1 ]; then
 fi
 
 status=0
-"$bin/clang-format" --dry-run --Werror "${cpp[@]}" 2>&1 | grep -E 'error|warning' | cut -d: -f1 | sort | uniq -c |
+"$bin/clang-format" --dry-run --Werror "${cpp[@]}" 2>&1 | grep -E '^[^ ]+:[0-9]+:[0-9]+: (error|warning)' | cut -d: -f1 | sort | uniq -c |
   sed 's/^ *\([0-9]*\) \(.*\)/\2: \1 places differ from clang-format (make format)/' | tee "$ROOT/.lint" || true
 [ ! -s "$ROOT/.lint" ] || status=1
 rm -f "$ROOT/.lint"
