@@ -143,12 +143,15 @@ std::vector<bool> find_moe_layers(const Reader& reader, std::int64_t num_layers)
   if (const std::int64_t last = reader.whole_or("moe_layer_end_index", -1, -1); last >= 0) {
     keep_if([last](std::int64_t i) { return i <= last; });
   }
-  for (const char* key : {"decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step"}) {
+  for (const char* key :
+       {"decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step", "moe_layer_frequency"}) {
     if (reader.find({"moe_layers"}) && key == std::string("interleave_moe_layer_step")) continue;
+    if (const Reader::Found found = reader.find({key}); found && found.value->is_array()) continue;  // below
     const std::int64_t step = reader.whole_or(key, 1, 1);
     keep_if([step](std::int64_t i) { return (i + 1) % step == 0; });
   }
-  if (const Reader::Found found = reader.find({"moe_layer_freq"}); found && found.value->is_array()) {
+  if (const Reader::Found found = reader.find({"moe_layer_freq", "moe_layer_frequency"});
+      found && found.value->is_array()) {
     keep_if([&](std::int64_t i) {  // one flag a layer
       return i < static_cast<std::int64_t>(found.value->size()) &&
              reader.whole(found.key, (*found.value)[static_cast<std::size_t>(i)], 0) != 0;
