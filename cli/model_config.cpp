@@ -38,7 +38,7 @@ std::string list_of(Keys keys) {
 /// One file: looks keys up where the family puts them, and words the errors.
 class Reader {
  public:
-  Reader(std::string path, const Json& root) : path_(std::move(path)), root_(root) {
+  Reader(std::string path, const Json& root) : path_(std::move(path)) {
     scopes_.push_back(&root);
     // Models with images or sound keep the language model's part in an object of its own.
     for (bool deeper = true; deeper;) {
@@ -121,7 +121,6 @@ class Reader {
 
  private:
   std::string path_;
-  const Json& root_;
   std::vector<const Json*> scopes_;
 };
 
@@ -143,22 +142,23 @@ std::vector<bool> find_moe_layers(const Reader& reader, std::int64_t num_layers)
   if (const std::int64_t last = reader.whole_or("moe_layer_end_index", -1, -1); last >= 0) {
     keep_if([last](std::int64_t i) { return i <= last; });
   }
-  for (const char* key :
-       {"decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step", "moe_layer_frequency"}) {
+  for (const char* key : {"decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step"}) {
     if (reader.find({"moe_layers"}) && key == std::string("interleave_moe_layer_step")) continue;
-    if (const Reader::Found found = reader.find({key}); found && found.value->is_array()) continue;  // below
     const std::int64_t step = reader.whole_or(key, 1, 1);
     keep_if([step](std::int64_t i) { return (i + 1) % step == 0; });
   }
-  if (const Reader::Found found = reader.find({"moe_layer_freq", "moe_layer_frequency"});
-      found && found.value->is_array()) {
-    keep_if([&](std::int64_t i) {  // one flag a layer
-      return i < static_cast<std::int64_t>(found.value->size()) &&
-             reader.whole(found.key, (*found.value)[static_cast<std::size_t>(i)], 0) != 0;
-    });
-  } else {
-    const std::int64_t every = reader.whole_or("moe_layer_freq", 1, 1);
-    keep_if([every](std::int64_t i) { return i % every == 0; });
+  for (const char* key : {"moe_layer_freq", "moe_layer_frequency"}) {
+    const Reader::Found found = reader.find({key});
+    if (found && found.value->is_array()) {  // one flag a layer
+      keep_if([&](std::int64_t i) {
+        return i < static_cast<std::int64_t>(found.value->size()) &&
+               reader.whole(key, (*found.value)[static_cast<std::size_t>(i)], 0) != 0;
+      });
+      continue;
+    }
+    const std::int64_t every = reader.whole_or(key, 1, 1);
+    const std::int64_t offset = key == std::string("moe_layer_frequency") ? 1 : 0;  // Arctic counts from 1
+    keep_if([every, offset](std::int64_t i) { return (i + offset) % every == 0; });
   }
   if (reader.find({"expert_layer_period"})) {  // Jamba
     const std::int64_t period = reader.whole_or("expert_layer_period", 1, 1);
