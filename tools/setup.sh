@@ -40,9 +40,8 @@ missing_system_packages() {
   fi
 }
 
-# Wanted, but nothing fails without them: oneDNN (bf16 products on CPUs that have them), ccache.
+# Wanted, but nothing fails without them.
 missing_optional_packages() {
-  [ -e /usr/include/dnnl.h ] || [ -e /usr/include/oneapi/dnnl/dnnl.h ] || echo libdnnl-dev
   command -v ccache >/dev/null || echo ccache
 }
 
