@@ -314,10 +314,10 @@ std::string describe_path(std::int64_t num_tokens, std::int64_t d_model, std::in
                     ", expected float32, float64, bfloat16 or float16");
   config.dtype = *type;
   config.activation.kind = parse<ActivationKind>(activation, op, "activation");
+  const Backend* backend = nullptr;
+  check(require_backend(device.is_cpu() ? host_backend() : BackendId::kCUDA, &backend));
   const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::optional<at::Device>() : device);
   const Context context = context_for(device);
-  const Backend* backend = nullptr;
-  check(require_backend(context.backend, &backend));
   char text[512] = {};
   backend->describe_path(config, context, text, sizeof text);
   return text;

@@ -40,8 +40,35 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _check_devices(op: str, x: Tensor, **others: Tensor | None) -> None:
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{op}: {name} is on {tensor.device}, expected {x.device} (the device of x)")
+
+
 @torch.library.register_fake("moestro::experts")
-def _experts(x: Tensor, *_args, **_kwargs) -> Tensor:
+def _experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    token_offsets: Tensor | None = None,
+    **_options,
+) -> Tensor:
+    _check_devices(
+        "experts",
+        x,
+        expert_ids=expert_ids,
+        weights=weights,
+        w_up=w_up,
+        w_down=w_down,
+        b_up=b_up,
+        b_down=b_down,
+        token_offsets=token_offsets,
+    )
     return x.new_empty(x.shape)
 
 
@@ -63,8 +90,9 @@ def _experts_forward(
     weight_position: str = "after",
     save: str = "preactivation",
 ) -> tuple[Tensor, Tensor]:
+    y = _experts(x, expert_ids, weights, w_up, w_down, b_up, b_down, token_offsets)
     size = saved_bytes(expert_ids.numel(), w_up.shape[0], w_down.shape[2], activation, save, x.element_size())
-    return x.new_empty(x.shape), x.new_empty((size,), dtype=torch.uint8)
+    return y, x.new_empty((size,), dtype=torch.uint8)
 
 
 def _empty_weight_gradient(weight: Tensor) -> Tensor:

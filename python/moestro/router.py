@@ -78,10 +78,10 @@ def _select(
             merit = grouped.amax(-1)
         else:
             merit = grouped.topk(2, -1).values.sum(-1)
-        best = merit.sort(-1, descending=True, stable=True).indices[..., :top_groups]
+        best = merit.sort(dim=-1, descending=True, stable=True).indices[..., :top_groups]
         kept = torch.zeros_like(merit, dtype=torch.bool).scatter(-1, best, True)
         scores = torch.where(kept.unsqueeze(-1), grouped, -torch.inf).flatten(-2)
-    return scores.sort(-1, descending=True, stable=True).indices[..., :k].int()
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k].int()
 
 
 def route(

@@ -70,9 +70,11 @@ def plain_experts(
     save: str = "",
 ) -> Tensor:
     """A loop over the experts, in the tensors' own dtype, differentiated by torch."""
-    y = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    y = 0 * x.to(torch.promote_types(x.dtype, torch.float32))
     for e in range(w_up.shape[0]):
         token, k = (expert_ids == e).nonzero(as_tuple=True)
+        if token.numel() == 0:
+            continue
         weight = weights[token, k].unsqueeze(-1)
         rows = x[token]
         if weight_position == "before":
@@ -118,7 +120,10 @@ class Layer:
     def results(self, d_y: Tensor, function: Any = None) -> dict[str, Tensor]:
         """y and the gradients of sum(y * d_y)."""
         y = self.run(function)
-        grads = torch.autograd.grad(y, list(self.tensors.values()), d_y.to(y.dtype))
+        inputs = list(self.tensors.values())
+        # The plain loop does not touch an expert without tokens; the operators give every gradient themselves.
+        unused = {"allow_unused": True, "materialize_grads": True} if function is plain_experts else {}
+        grads = torch.autograd.grad(y, inputs, d_y.to(y.dtype), **unused)
         return {"y": y.detach(), **{f"d_{name}": g for name, g in zip(self.tensors, grads, strict=True)}}
 
 
