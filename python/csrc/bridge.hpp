@@ -7,7 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
 
 #include <cstdint>
 #include <cstdlib>
@@ -137,6 +137,22 @@ inline BackendId host_backend() {
   return id;
 }
 
+/// The current CUDA stream of a device, as the runtime's handle. Asked through torch's C interface, which
+/// is the same from release to release and is there only where torch's CUDA library is loaded: so this
+/// file compiles and loads without CUDA.
+inline void* current_cuda_stream(at::Device device) {
+  using Function = std::int32_t (*)(std::int32_t device_index, void** stream);
+  static const auto function = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    void* symbol = library == nullptr ? nullptr : dlsym(library, "aoti_torch_get_current_cuda_stream");
+    return reinterpret_cast<Function>(symbol);
+  }();
+  void* stream = nullptr;
+  TORCH_CHECK(function != nullptr && function(device.index(), &stream) == 0,
+              "moestro cannot learn the current CUDA stream of ", device, " from this torch");
+  return stream;
+}
+
 inline Context context_for(at::Device device) {
   Context context;
   if (device.is_cpu()) {
@@ -145,7 +161,7 @@ inline Context context_for(at::Device device) {
   } else {
     context.backend = BackendId::kCUDA;
     context.device_index = device.index();
-    context.stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+    context.stream = current_cuda_stream(device);
   }
   return context;
 }

@@ -211,13 +211,13 @@ def test_trains(activation: str) -> None:
     optimizer = torch.optim.AdamW(moe.parameters(), lr=1e-2)
     x, target = torch.randn(64, 8, device=DEVICE), torch.randn(64, 8, device=DEVICE)
     losses = []
-    for _ in range(60):
+    for _ in range(40):
         loss = (moe(x) - target).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_state_dict_names_and_round_trip() -> None:
