@@ -71,14 +71,25 @@ class Slots {
   /// visit(token, slot, expert) for the tokens [first, last) in order; expert is -1 at a sentinel.
   template <class Visit>
   void each(std::int64_t first, std::int64_t last, Visit&& visit) const {
+    const std::uint64_t num_experts = num_experts_;
+    const auto expert_of = [num_experts](Id id) {
+      return static_cast<std::uint64_t>(static_cast<std::int64_t>(id)) < num_experts
+                 ? static_cast<std::int32_t>(id)
+                 : -1;
+    };
     std::int64_t slot = begin(first);
+    if (offsets_ == nullptr && slot_stride_ == 1) {
+      const std::int64_t top_k = top_k_;
+      for (std::int64_t token = first; token < last; ++token) {
+        const Id* id = ids_ + token * token_stride_;
+        for (std::int64_t k = 0; k < top_k; ++k, ++slot) visit(token, slot, expert_of(id[k]));
+      }
+      return;
+    }
     for (std::int64_t token = first; token < last; ++token) {
       const std::int64_t end = offsets_ != nullptr ? offset(token + 1) : slot + top_k_;
       const Id* id = offsets_ != nullptr ? ids_ + slot * slot_stride_ : ids_ + token * token_stride_;
-      for (; slot < end; ++slot, id += slot_stride_) {
-        const bool valid = static_cast<std::uint64_t>(static_cast<std::int64_t>(*id)) < num_experts_;
-        visit(token, slot, valid ? static_cast<std::int64_t>(*id) : std::int64_t{-1});
-      }
+      for (; slot < end; ++slot, id += slot_stride_) visit(token, slot, expert_of(*id));
     }
   }
 
@@ -112,7 +123,7 @@ void count_slots(const Slots<Id>& slots, std::int64_t first, std::int64_t last, 
                  std::int32_t* counts) {
   std::fill_n(counts, num_experts + 1, 0);
   std::int32_t valid = 0;
-  slots.each(first, last, [&](std::int64_t, std::int64_t, std::int64_t expert) {
+  slots.each(first, last, [&](std::int64_t, std::int64_t, std::int32_t expert) {
     if (expert < 0) return;
     ++counts[expert];
     ++valid;
@@ -120,21 +131,32 @@ void count_slots(const Slots<Id>& slots, std::int64_t first, std::int64_t last, 
   counts[num_experts] = valid;
 }
 
+/// token_expert_indices of the tokens [first, last), where it is wanted, from `position` on.
+template <class Id>
+void pack_experts(const Slots<Id>& slots, std::int64_t first, std::int64_t last, std::int32_t position,
+                  const Index& index) {
+  std::int32_t* packed = index.token_expert_indices;
+  if (packed == nullptr) return;
+  slots.each(first, last, [&](std::int64_t, std::int64_t, std::int32_t expert) {
+    if (expert >= 0) packed[position++] = expert;
+  });
+}
+
 template <class Id>
 void place_slots(const Slots<Id>& slots, std::int64_t first, std::int64_t last, std::int64_t num_experts,
                  std::int32_t* cursor, const Index& index) {
-  std::int32_t* packed = index.token_expert_indices;
-  std::int32_t position = cursor[num_experts];
-  slots.each(first, last, [&](std::int64_t token, std::int64_t slot, std::int64_t expert) {
+  std::int32_t* map = index.token_index_map;
+  std::int32_t* tokens = index.expert_token_indices;
+  slots.each(first, last, [=](std::int64_t token, std::int64_t slot, std::int32_t expert) {
     if (expert < 0) {
-      index.token_index_map[slot] = -1;
+      map[slot] = -1;
       return;
     }
     const std::int32_t row = cursor[expert]++;
-    index.token_index_map[slot] = row;
-    index.expert_token_indices[row] = static_cast<std::int32_t>(token);
-    if (packed != nullptr) packed[position++] = static_cast<std::int32_t>(expert);
+    map[slot] = row;
+    tokens[row] = static_cast<std::int32_t>(token);
   });
+  pack_experts(slots, first, last, cursor[num_experts], index);
 }
 
 /// Step 1: how many slots of each token of [first, last) name each expert.
@@ -142,7 +164,7 @@ template <class Id>
 void fill_map(const Slots<Id>& slots, std::int64_t first, std::int64_t last, std::int64_t num_experts,
               std::int32_t* map) {
   std::fill_n(map, (last - first) * num_experts, 0);
-  slots.each(first, last, [&](std::int64_t token, std::int64_t, std::int64_t expert) {
+  slots.each(first, last, [&](std::int64_t token, std::int64_t, std::int32_t expert) {
     if (expert >= 0) ++map[(token - first) * num_experts + expert];
   });
 }
@@ -167,8 +189,6 @@ void count_map(const Slots<Id>& slots, std::int64_t first, std::int64_t last, st
 template <class Id>
 void place_map(const Slots<Id>& slots, std::int64_t first, std::int64_t last, std::int64_t num_experts,
                std::int32_t* map, std::int32_t* cursor, const Index& index) {
-  std::int32_t* packed = index.token_expert_indices;
-  std::int32_t position = cursor[num_experts];
   const std::int64_t step = map_tokens(num_experts);
   for (std::int64_t begin = first; begin < last; begin += step) {
     const std::int64_t end = std::min(begin + step, last);
@@ -184,7 +204,7 @@ void place_map(const Slots<Id>& slots, std::int64_t first, std::int64_t last, st
         }
       }
     });
-    slots.each(begin, end, [&](std::int64_t token, std::int64_t slot, std::int64_t expert) {
+    slots.each(begin, end, [&](std::int64_t token, std::int64_t slot, std::int32_t expert) {
       if (expert < 0) {
         index.token_index_map[slot] = -1;
         return;
@@ -192,9 +212,9 @@ void place_map(const Slots<Id>& slots, std::int64_t first, std::int64_t last, st
       const std::int32_t row = map[(token - begin) * num_experts + expert]++;
       index.token_index_map[slot] = row;
       index.expert_token_indices[row] = static_cast<std::int32_t>(token);
-      if (packed != nullptr) packed[position++] = static_cast<std::int32_t>(expert);
     });
   }
+  pack_experts(slots, first, last, cursor[num_experts], index);
 }
 
 /// Turns the counts of all blocks into each block's first rows (and first packed position).
