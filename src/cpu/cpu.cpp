@@ -4,6 +4,7 @@
 
 #include "cpu/gemm.hpp"
 #include "cpu/isa.hpp"
+#include "cpu/panels.hpp"
 #include "cpu/stages.hpp"
 #include "cpu/tiles.hpp"
 
@@ -15,11 +16,21 @@ std::size_t stage_workspace_bytes(const LayerConfig& config, const Context& ctx)
 }
 
 void describe_path(const LayerConfig& config, const Context& ctx, char* text, std::size_t size) {
-  const char* name = dtype_name(config.dtype);
-  const char* widened = dtype_bytes(config.dtype) == 2 ? " widened to f32 tile by tile" : "";
   const int workers = num_workers(ctx);
-  std::snprintf(text, size, "cpu: OpenBLAS, %s%s, %s, %d thread%s", name, widened, isa_name(isa()), workers,
-                workers == 1 ? "" : "s");
+  char kernels[96];
+  if ((config.dtype == DType::kF32 && has_panels<float>()) ||
+      (config.dtype == DType::kBF16 && has_panels<BFloat16>())) {
+    std::snprintf(kernels, sizeof kernels, "%s kernels that gather, %s",
+                  config.dtype == DType::kF32 ? "avx512" : "avx512_bf16", dtype_name(config.dtype));
+  } else if (dtype_bytes(config.dtype) == 2) {
+    std::snprintf(kernels, sizeof kernels, "%s widened to f32 tile by tile, OpenBLAS (%s)",
+                  dtype_name(config.dtype),
+                  config.dtype == DType::kBF16 ? "no avx512_bf16" : "no f16 kernels");
+  } else {
+    std::snprintf(kernels, sizeof kernels, "OpenBLAS, %s%s", dtype_name(config.dtype),
+                  config.dtype == DType::kF32 ? " (no avx512)" : "");
+  }
+  std::snprintf(text, size, "cpu: %s, %d thread%s", kernels, workers, workers == 1 ? "" : "s");
 }
 
 }  // namespace

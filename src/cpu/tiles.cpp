@@ -8,6 +8,9 @@
 namespace moestro::cpu {
 namespace {
 
+/// Tasks of equal size that a weight gradient should have at least, whatever the routing.
+constexpr std::int64_t kEvenTasks = 32;
+
 std::size_t aligned(std::size_t bytes) {
   return (bytes + 255) / 256 * 256;
 }
@@ -160,13 +163,21 @@ void weight_gradient(const Context& ctx, const Workspace& workspace, const Index
   const int j_axis = swap ? 1 : 2;
   const Rows<T>& i_rows = swap ? right : left;
   const Rows<T>& j_rows = swap ? left : right;
-  const std::int64_t i_blocks = (d_w.extent[i_axis] + kColumnTile - 1) / kColumnTile;
-  const std::int64_t j_blocks = (d_w.extent[j_axis] + kColumnTile - 1) / kColumnTile;
-  const std::int64_t blocks = i_blocks * j_blocks;
+  // Large blocks read the rows less often; small ones share the work when a few experts have most of it.
+  const auto blocks_of = [](std::int64_t extent, std::int64_t edge) { return (extent + edge - 1) / edge; };
+  const std::int64_t largest_expert = index.expert_order[0];
+  const std::int64_t largest =
+      index.expert_token_offsets[largest_expert + 1] - index.expert_token_offsets[largest_expert];
+  const std::int64_t even_tasks =
+      blocks_of(d_w.extent[1], kColumnTile) * blocks_of(d_w.extent[2], kColumnTile) *
+      (index.expert_token_offsets[d_w.extent[0]] / std::max<std::int64_t>(largest, 1));
+  const std::int64_t edge = even_tasks >= kEvenTasks ? kColumnTile : kColumnTile / 2;
+  const std::int64_t i_blocks = blocks_of(d_w.extent[i_axis], edge);
+  const std::int64_t blocks = i_blocks * blocks_of(d_w.extent[j_axis], edge);
   parallel_for(num_workers(ctx), d_w.extent[0] * blocks, [&](std::int64_t task, int worker) {
     const std::int64_t expert = index.expert_order[task / blocks];  // the largest first
-    const std::int64_t i0 = task % blocks % i_blocks * kColumnTile;
-    const std::int64_t j0 = task % blocks / i_blocks * kColumnTile;
+    const std::int64_t i0 = task % blocks % i_blocks * edge;
+    const std::int64_t j0 = task % blocks / i_blocks * edge;
     const std::int64_t first = index.expert_token_offsets[expert];
     const std::int64_t rows = index.expert_token_offsets[expert + 1] - first;
     if (rows == 0 && accumulate) return;
@@ -174,8 +185,8 @@ void weight_gradient(const Context& ctx, const Workspace& workspace, const Index
     const GradientTile out{static_cast<std::byte*>(d_w.data) + at * dtype_bytes(d_w.dtype), d_w.dtype,
                            d_w.stride[i_axis], d_w.stride[j_axis], accumulate};
     multiply_transposed(workspace.scratch<Acc<T>>(worker), i_rows.from(first), i0,
-                        std::min(kColumnTile, d_w.extent[i_axis] - i0), j_rows.from(first), j0,
-                        std::min(kColumnTile, d_w.extent[j_axis] - j0), rows, out);
+                        std::min(edge, d_w.extent[i_axis] - i0), j_rows.from(first), j0,
+                        std::min(edge, d_w.extent[j_axis] - j0), rows, out);
   });
 }
 
