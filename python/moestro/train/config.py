@@ -104,8 +104,8 @@ class TrainConfig:
     beta1: float = _setting(0.9, "training", "AdamW beta1", low=0.0, high=1.0)
     beta2: float = _setting(0.95, "training", "AdamW beta2", low=0.0, high=1.0)
     clip: float = _setting(1.0, "training", "largest gradient norm; 0 turns clipping off", low=0.0)
-    balance_coef: float = _setting(0.01, "training", "weight of the load-balance loss", low=0.0)
-    z_coef: float = _setting(0.001, "training", "weight of the router's z-loss", low=0.0)
+    balance_coef: float = _setting(0.01, "training", "weight of each block's load-balance loss", low=0.0)
+    z_coef: float = _setting(0.001, "training", "weight of each block's router z-loss", low=0.0)
     dtype: str = _setting(
         "f32", "training", "f32, or bf16 autocast with f32 parameters", choices=("f32", "bf16")
     )

@@ -129,7 +129,8 @@ class Trainer:
                 loss = self.model.loss(batch)
             balance = torch.stack([layer.balance_loss for layer in layers]).mean()
             z = torch.stack([layer.z_loss for layer in layers]).mean()
-            ((loss + c.balance_coef * balance + c.z_coef * z) / c.grad_accum).backward()
+            auxiliary = len(layers) * (c.balance_coef * balance + c.z_coef * z)
+            ((loss + auxiliary) / c.grad_accum).backward()
             totals += torch.stack([loss, balance, z]).detach() / c.grad_accum
             counts += torch.stack([layer.counts for layer in layers])
         # An infinite bound leaves the gradients as they are and still gives their norm.
