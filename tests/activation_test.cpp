@@ -74,25 +74,26 @@ TEST_P(ActivationTest, WholeRange) {
     for (const ActivationKind kind : kAllActivations) {
       Activation activation;
       activation.kind = kind;
-      const int factor = static_cast<int>(h_width_factor(kind));
-      for (const double h0 :
-           {-1e4, -100.0, -40.0, -10.0, -3.0, -0.5, -1e-3, 0.0, 1e-3, 0.5, 3.0, 10.0, 40.0, 100.0, 1e4}) {
-        SCOPED_TRACE(testing::Message() << dtype_name(dtype) << ' ' << name_of(kind) << " h=" << h0);
-        Array h({1, factor}, 0.75);
-        h.at(0, 0) = h0;
-        h = h.rounded(dtype);
-        const Array d_a({1, 1}, 1);
-        const Array a = forward(backend(), h, activation, dtype);
-        const Array d_h = backward(backend(), h, d_a, activation, dtype);
-        const Array true_a = forward(reference_under_test(), h, activation, DType::kF64);
-        const Array true_d_h = backward(reference_under_test(), h, d_a, activation, DType::kF64);
-        if (std::isinf(rounded_to(dtype, true_a.at(0, 0)))) continue;  // past what f16 holds
+      const std::vector<double> gates = {-1e4, -100, -40, -10, -3, -0.5, -1e-3, 0,
+                                         1e-3, 0.5,  3,   10,  40, 100,  1e4};
+      const auto num_rows = static_cast<std::int64_t>(gates.size());
+      Array h({num_rows, h_width_factor(kind)}, 0.75);
+      for (std::int64_t r = 0; r < num_rows; ++r) h.at(r, 0) = gates[static_cast<std::size_t>(r)];
+      h = h.rounded(dtype);
+      const Array d_a({num_rows, 1}, 1);
+      const Array a = forward(backend(), h, activation, dtype);
+      const Array d_h = backward(backend(), h, d_a, activation, dtype);
+      const Array true_a = forward(reference_under_test(), h, activation, DType::kF64);
+      const Array true_d_h = backward(reference_under_test(), h, d_a, activation, DType::kF64);
+      for (std::int64_t r = 0; r < num_rows; ++r) {
+        SCOPED_TRACE(testing::Message() << dtype_name(dtype) << ' ' << name_of(kind) << " h=" << h.at(r, 0));
+        if (std::isinf(rounded_to(dtype, true_a.at(r, 0)))) continue;  // past what f16 holds
         // Absolute below 1, relative above; f32 arithmetic cancels in the slopes' 1 - s.
         const double unit = 8 * std::max(unit_roundoff(dtype), 0x1p-53);
-        EXPECT_LE(std::abs(a.at(0, 0) - true_a.at(0, 0)), unit * std::max(1.0, std::abs(true_a.at(0, 0))));
-        for (int c = 0; c < factor; ++c) {
-          EXPECT_LE(std::abs(d_h.at(0, c) - true_d_h.at(0, c)),
-                    unit * std::max(1.0, std::abs(true_d_h.at(0, c))));
+        EXPECT_LE(std::abs(a.at(r, 0) - true_a.at(r, 0)), unit * std::max(1.0, std::abs(true_a.at(r, 0))));
+        for (std::int64_t c = 0; c < h.columns(); ++c) {
+          EXPECT_LE(std::abs(d_h.at(r, c) - true_d_h.at(r, c)),
+                    unit * std::max(1.0, std::abs(true_d_h.at(r, c))));
         }
       }
     }

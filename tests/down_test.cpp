@@ -234,7 +234,7 @@ TEST_P(DownTest, WeightBackward) {
     const DType grad_dtype = dtype != DType::kF64 && turn % 3 == 0 ? DType::kF32 : dtype;
     const DType real = accumulation_dtype(dtype);
     const Array d_y = gathered(data.problem.d_y, data.rows);
-    const Array weighted = data.before() ? d_y : scaled(d_y, data.problem.weights, data.rows, dtype);
+    const Array weighted = data.before() ? d_y : scaled(d_y, data.problem.weights, data.rows, real);
     const Gradients plain = {
         plain_weight_gradient(d_y, data.head(data.a), data.rows, config.num_experts, real, grad_dtype),
         plain_bias_gradient(weighted, data.rows, config.num_experts, real, grad_dtype)};

@@ -11,6 +11,12 @@
 namespace moestro::test {
 namespace {
 
+#if defined(__SANITIZE_ADDRESS__)
+constexpr int kLayers = 500;  // each takes several times as long
+#else
+constexpr int kLayers = 2000;
+#endif
+
 class PropertyTest : public BackendSuite {
  protected:
   /// Calls check(rng) for each seed, until one fails.
@@ -56,7 +62,7 @@ Layout random_layout(Rng& rng) {
 
 TEST_P(PropertyTest, Layer) {
   const std::vector<DType> types = dtypes();
-  for_each_seed(1, 2000, [&](Rng& rng) {
+  for_each_seed(1, kLayers, [&](Rng& rng) {
     LayerConfig config;
     config.dtype = rng.pick(types);
     config.activation.kind = rng.pick(kAllActivations);

@@ -71,6 +71,16 @@ Comparison compare(const Array& actual, const Array& truth, const Array& yardsti
   // In f64 the truth is no more exact than what it judges, and plain arithmetic adds in its very order.
   const double exactness = dtype == DType::kF64 ? 256 : 1;
   const double floor = tolerance.floor * exactness * unit_roundoff(dtype) * comparison.scale;
+  // Truth and yardstick share no code: if they disagree by more than rounding explains, one is wrong,
+  // and the limit that would follow from it would let anything pass.
+  const double credible = (dtype == DType::kBF16 || dtype == DType::kF16 ? 32 : 1024) * exactness;
+  if (plain.mean > credible * unit_roundoff(dtype) * comparison.scale) {
+    std::ostringstream text;
+    text << shape_text(truth) << ": the yardstick is " << plain.mean << " away from the truth, at scale "
+         << comparison.scale << ": one of the two is wrong";
+    comparison.mismatch = text.str();
+    return comparison;
+  }
   comparison.error = error.mean;
   comparison.limit = std::max(tolerance.factor * plain.mean, floor);
   comparison.plain_error = plain.mean;

@@ -31,7 +31,7 @@ struct Comparison {
   double worst_row_error = 0;  ///< largest root mean square of a row
   double worst_row_limit = 0;
   std::int64_t worst_row = 0;
-  std::string mismatch;  ///< not empty where shapes differ: then nothing was compared
+  std::string mismatch;  ///< not empty where shapes differ, or yardstick and truth do: nothing was compared
 
   bool passed() const { return mismatch.empty() && error <= limit && worst_row_error <= worst_row_limit; }
 };
