@@ -144,11 +144,12 @@ def _relative_load(groups: list[list[Row]], layer: int) -> list[list[float]]:
 def _plot_dropped(folder: Path, train: list[Row]) -> Path:
     figure = _figure(9, 2.6)
     axes = figure.subplots()
-    steps = [row["step"] for row in train]
-    for key, label in (("dropped_pairs", "dropped"), ("rounded_pairs", "rounded away")):
+    steps, highest = [row["step"] for row in train], 1.0
+    for key, label, line in (("dropped_pairs", "dropped", "-"), ("rounded_pairs", "rounded away", "--")):
         share = [100 * row[key] / max(1, row[key] + sum(map(sum, row["expert_load"]))) for row in train]
-        axes.plot(steps, share, label=label, linewidth=1.5, linestyle="-" if key == "dropped_pairs" else "--")
-    axes.set(xlabel="step", ylabel="% of (token, expert) pairs", ylim=(-0.05, None))
+        axes.plot(steps, share, label=label, linewidth=1.8, linestyle=line, clip_on=False, zorder=3)
+        highest = max(highest, 1.1 * max(share))
+    axes.set(xlabel="step", ylabel="% of pairs", ylim=(0, highest))
     axes.legend(frameon=False)
     _style(axes)
     return _saved(figure, folder / "dropped.png")
@@ -157,7 +158,7 @@ def _plot_dropped(folder: Path, train: list[Row]) -> Path:
 def _plot_memory(folder: Path, kept: Row) -> Path:
     figure = _figure(9, 3)
     axes = figure.subplots()
-    bars = [(f"moestro, {policy}", kept["planned"][policy], "#4878a8") for policy in POLICIES]
+    bars = [(f"planned: {policy}", kept["planned"][policy], "#4878a8") for policy in POLICIES]
     bars.append(("conventional", kept["planned"]["conventional"], "#999999"))
     bars += [(f"measured: {name}", size, "#c44e52") for name, size in kept["measured"].items()]
     values = [size * kept["layers"] / 2**20 for _, size, _ in bars]
