@@ -18,12 +18,6 @@ void* operator new(std::size_t bytes) {
   if (pointer == nullptr) throw std::bad_alloc();
   return pointer;
 }
-// Also the form that std::stable_sort takes: AddressSanitizer has one of its own, which our delete cannot
-// free.
-void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
-  total_bytes += bytes;
-  return std::malloc(bytes == 0 ? 1 : bytes);
-}
 void operator delete(void* pointer) noexcept {
   std::free(pointer);
 }
