@@ -33,9 +33,12 @@ MOESTRO_AVX512 inline __m512 multiply_add(BFloat16, __m512i a, __m512i b, __m512
   return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
 }
 
+/// A word where it lies in a tensor: a pair of bf16 may start at any even address.
+using Word [[gnu::aligned(2), gnu::may_alias]] = std::uint32_t;
+
 /// One side of a kernel: word k of row i is at row[i][k * step]. `half_word`: one bf16 follows the last word.
 struct KernelRows {
-  const std::uint32_t* row[kKernelRows];
+  const Word* row[kKernelRows];
   std::int64_t step;
   bool half_word;
 };
@@ -45,7 +48,7 @@ struct KernelRows {
 template <class T, int kRows, int kVectors>
 MOESTRO_AVX512 void kernel(const KernelRows& rows, std::int64_t words, const std::uint32_t* panel,
                            bool accumulate, __mmask16 last, float* c, std::int64_t c_stride) {
-  const std::uint32_t* row[kRows];
+  const Word* row[kRows];
   __m512 sum[kRows][kVectors];
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
@@ -281,7 +284,7 @@ void multiply_rows_panels(const Scratch<float>& scratch, const Rows<T>& a, std::
       for (std::int64_t i = 0; i < m; i += kKernelRows) {
         const std::int64_t count = std::min<std::int64_t>(kKernelRows, m - i);
         for (std::int64_t r = 0; r < count; ++r) {
-          operand.row[r] = reinterpret_cast<const std::uint32_t*>(rows.row(i + r));
+          operand.row[r] = reinterpret_cast<const Word*>(rows.row(i + r));
         }
         kernel_for<T>(count, vectors)(operand, depth / kPerWord<T>, panel, k0 > 0, last_mask(columns),
                                       c + i * c_stride + j, c_stride);
