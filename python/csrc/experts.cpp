@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "bridge.hpp"
+#include "moestro/backend.hpp"
 #include "moestro/layer.hpp"
 
 namespace moestro::bridge {
@@ -429,7 +430,15 @@ std::vector<std::int64_t> experts_bytes(std::int64_t num_tokens, std::int64_t d_
   request.w_down = mask[kWDown];
   request.b_up = mask[kBUp];
   request.b_down = mask[kBDown];
+  const Backend* backend = nullptr;
+  check(require_backend(device.is_cpu() ? host_backend() : BackendId::kCUDA, &backend));
   const LayerBytes bytes = layer_bytes(config, context_for(device), request);
+  // The core answers 0 for a layer that cannot be; an index is never empty.
+  TORCH_CHECK_VALUE(
+      bytes.index > 0, op, ": num_tokens ", num_tokens, ", d_model ", d_model, ", d_ff ", d_ff,
+      ", num_experts ", num_experts, ", top_k ", top_k, ", ragged_slots ", ragged_slots,
+      " are no layer: expected extents of at least 1 (tokens and slots of at least 0) and at most ",
+      "2^31 slots");
   std::vector<std::int64_t> result;
   for (const std::size_t size : {bytes.index, bytes.saved, bytes.inference_workspace, bytes.forward_workspace,
                                  bytes.backward_workspace}) {

@@ -181,6 +181,10 @@ def activation(
     float32 (float64 for float64) and rounded once; backward keeps h only.
     """
     activation, limit, alpha = resolve_activation(activation, limit, alpha)
+    if h.dim() < 2:
+        raise ValueError(
+            f"activation: h is {list(h.shape)}, expected [..., 2n] or [..., n] with at least two axes"
+        )
     a = torch.ops.moestro.activation(h.flatten(0, -2), activation=activation, limit=limit, alpha=alpha)
     return a.unflatten(0, h.shape[:-1])
 

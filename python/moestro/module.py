@@ -315,7 +315,7 @@ class Experts(nn.Module):
                 f"cannot tell); this module has '{expected}'. State the checkpoint's: "
                 f"state_dict['{prefix}layout'] = moestro.expert_layout(...)"
             )
-        elif layout is not None and _text(layout) != expected:
+        elif layout is not None and not layout.is_meta and _text(layout) != expected:
             error_msgs.append(
                 f"{prefix}layout is '{_text(layout)}', but this module has '{expected}': transpose or reorder "
                 f"{prefix}w_up and {prefix}w_down, or build the module with that transposed and gate_layout"

@@ -220,6 +220,22 @@ def test_second_derivative_is_an_error() -> None:
         d_logits.sum().backward()
 
 
+def test_forward_mode_and_functorch_are_errors() -> None:
+    """Not supported, and said so: never a silently missing derivative."""
+    layer = make_layer(dtype=torch.float32)
+    x = layer.tensors["x"]
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp is not implemented"):
+        layer.tensors["x"] = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        layer.run()
+    layer.tensors["x"] = x
+
+    def loss(x: Tensor) -> Tensor:
+        return moestro.experts(x, layer.expert_ids, *list(layer.tensors.values())[1:4]).sum()
+
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(loss)(x.detach())
+
+
 def test_in_place_change_of_a_saved_argument_is_an_error() -> None:
     layer = make_layer(dtype=torch.float32)
     y = layer.run()

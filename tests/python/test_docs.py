@@ -1,4 +1,4 @@
-"""The README's Python blocks and the examples run as they stand."""
+"""The Python blocks of the README and of docs/python.md, and the examples, run as they stand."""
 
 import os
 import re
@@ -9,20 +9,24 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCKS = re.findall(
-    r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL
-)
+BLOCKS = {
+    f"{page}, block {number}": block
+    for page in ("README.md", "docs/python.md")
+    for number, block in enumerate(
+        re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL), 1
+    )
+}
 EXAMPLES = sorted((ROOT / "examples" / "python").glob("*.py"))
 
 
 def test_there_is_something_to_run() -> None:
-    assert len(BLOCKS) >= 2
+    assert len(BLOCKS) >= 5
     assert len(EXAMPLES) >= 2
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_readme_block(number: int) -> None:
-    exec(compile(BLOCKS[number], f"README.md, Python block {number + 1}", "exec"), {"__name__": "readme"})
+@pytest.mark.parametrize("place", BLOCKS)
+def test_block(place: str) -> None:
+    exec(compile(BLOCKS[place], place, "exec"), {"__name__": "block"})
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

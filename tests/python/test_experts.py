@@ -12,6 +12,7 @@ needs_float64 = pytest.mark.skipif(DEVICE.type != "cpu", reason="float64 runs on
 
 
 @needs_float64
+@pytest.mark.unpoisoned
 @pytest.mark.parametrize("position", ["after", "before"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("save", SAVES)

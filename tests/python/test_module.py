@@ -155,6 +155,7 @@ def test_selection_bias_stays_in_float32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(moe.router.selection_bias, value + step, rtol=0, atol=1e-7)
 
 
+@pytest.mark.unpoisoned
 def test_selection_bias_balances() -> None:
     moe = moestro.MoE(8, 4, 8, 2, selection_bias=True).to(DEVICE)
     x = torch.randn(512, 8, device=DEVICE) + 0.5
@@ -205,6 +206,7 @@ def test_limits_hold_for_routed_and_shared_experts(limit: float, activation: str
         assert got[0].eq(0).all() and got[2, 0] == 0 and got[3, 1] == 0
 
 
+@pytest.mark.unpoisoned
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_trains(activation: str) -> None:
     moe = moestro.MoE(8, 16, 4, 2, activation=activation, **ACTIVATIONS[activation], bias=True).to(DEVICE)
