@@ -73,6 +73,25 @@ TEST_P(UpTest, Forward) {
   });
 }
 
+// A is computed from H as stored, so that backward recomputes it exactly: rounding A is all that may
+// lie between the two, where an H that was not rounded yet would show as another rounding's worth.
+TEST_P(UpTest, ActivationFollowsFromStoredH) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    for (const WeightPosition position : kAllWeightPositions) {
+      LayerConfig config;
+      config.dtype = dtype;
+      config.weight_position = position;
+      config.has_b_up = true;
+      const StageData data = stage_data(2050, {150, 64, 96, 4, 2}, config);
+      const Forward actual = forward(StageCall(backend(), data, dtype));
+      const Array input = data.before() ? plain_activation_input(data, actual.h, DType::kF64) : actual.h;
+      EXPECT_TRUE(near_truth("a", actual.a, plain_activation(input, config.activation, DType::kF64),
+                             plain_activation(input, config.activation, dtype), dtype,
+                             {.factor = 1.1, .floor = 0}));
+    }
+  }
+}
+
 // sonic-moe issue 63: one tile size spoilt alternating groups of 16 columns, and a loose tolerance on
 // small values let it pass. Columns are judged one by one here, at unit scale, across tile sizes.
 TEST_P(UpTest, EveryColumnIsRight) {
