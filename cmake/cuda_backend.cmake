@@ -15,7 +15,12 @@ if(NOT MOESTRO_CUDA STREQUAL "OFF")
   endif()
 endif()
 
-# moestro_cuda_options(TARGET): language level, warnings and architectures of a target with CUDA sources.
+# What everything but src/cuda/hopper is built for.
+set(MOESTRO_CUDA_PLAIN_ARCHITECTURES ${MOESTRO_CUDA_ARCHITECTURES})
+list(TRANSFORM MOESTRO_CUDA_PLAIN_ARCHITECTURES REPLACE "^90a" "90")
+list(REMOVE_DUPLICATES MOESTRO_CUDA_PLAIN_ARCHITECTURES)
+
+# moestro_cuda_options(TARGET ARCHITECTURES): language level, warnings and architectures of a target with CUDA sources.
 # CMake 3.25 does not know C++20 for nvcc 13, hence the flag.
 function(moestro_cuda_options target architectures)
   set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES "${architectures}" CUDA_RUNTIME_LIBRARY Static)
@@ -44,10 +49,7 @@ function(moestro_add_cuda_backend target)
   list(FILTER portable EXCLUDE REGEX "/src/cuda/hopper/")
   list(FILTER hopper INCLUDE REGEX "/src/cuda/hopper/")
 
-  set(portable_architectures ${MOESTRO_CUDA_ARCHITECTURES})
-  list(TRANSFORM portable_architectures REPLACE "^90a" "90")
-  list(REMOVE_DUPLICATES portable_architectures)
-  moestro_add_cuda_part(${target} moestro_cuda_portable "${portable_architectures}" ${portable})
+  moestro_add_cuda_part(${target} moestro_cuda_portable "${MOESTRO_CUDA_PLAIN_ARCHITECTURES}" ${portable})
   if(hopper)
     moestro_add_cuda_part(${target} moestro_cuda_hopper "90a-real" ${hopper})
   endif()

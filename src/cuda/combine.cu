@@ -1,6 +1,8 @@
-/// Combine on CUDA: see combine.hpp. Bound by memory: one thread a token and 16 bytes of its columns, with
-/// up to eight of the token's rows in flight at once; sums in the order of k.
+/// Combine on CUDA: see combine.hpp. Bound by memory: a thread takes one or two pieces of 16 bytes of a
+/// token's columns, with up to eight loads in flight at once; sums in the order of k.
 #include <cuda_runtime.h>
+
+#include <cstdlib>
 
 #include "cuda/cuda.hpp"
 #include "cuda/device.hpp"
@@ -25,7 +27,7 @@ struct CombineParams {
   std::int64_t num_tokens;
   std::int64_t num_slots;
   std::int32_t top_k;
-  std::int32_t pieces;  // of a row
+  std::int32_t pieces;  // of a row and kind: a thread takes piece i and piece pieces + i
   std::int64_t width;
 };
 
@@ -55,7 +57,7 @@ struct Piece {
   }
 };
 
-template <typename T, int kCount, int kInFlight>
+template <typename T, int kCount, int kInFlight, int kPieces>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineParams p) {
   const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   std::int64_t t;
@@ -81,16 +83,19 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
                          : p.token_offsets == nullptr
                              ? p.weights + t * p.weights_stride_token - first * p.weights_stride_choice
                              : p.weights;
-  float sum[kCount] = {};
+  const std::int64_t second = static_cast<std::int64_t>(p.pieces) * kCount;
+  float sum[kPieces][kCount] = {};
   for (std::int64_t slot = first; slot < end; slot += kInFlight) {
     std::int32_t row[kInFlight];
     float weight[kInFlight];
-    Piece<T, kCount> piece[kInFlight];
+    Piece<T, kCount> piece[kInFlight][kPieces];
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) row[i] = slot + i < end ? __ldg(p.map + slot + i) : -1;
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      if (row[i] >= 0) piece[i].load(rows + row[i] * p.rows_stride);
+      if (row[i] < 0) continue;
+#pragma unroll
+      for (int h = 0; h < kPieces; ++h) piece[i][h].load(rows + row[i] * p.rows_stride + h * second);
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
@@ -101,25 +106,33 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
     for (int i = 0; i < kInFlight; ++i) {
       if (row[i] < 0) continue;
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) sum[j] = fmaf(weight[i], to_float(piece[i].element[j]), sum[j]);
+      for (int h = 0; h < kPieces; ++h) {
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+          sum[h][j] = fmaf(weight[i], to_float(piece[i][h].element[j]), sum[h][j]);
+        }
+      }
     }
   }
-  Piece<T, kCount> out;
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) out.element[j] = from_float<T>(sum[j]);
-  out.store(static_cast<T*>(p.tokens) + t * p.tokens_stride + column);
+  for (int h = 0; h < kPieces; ++h) {
+    Piece<T, kCount> out;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) out.element[j] = from_float<T>(sum[h][j]);
+    out.store(static_cast<T*>(p.tokens) + t * p.tokens_stride + column + h * second);
+  }
 }
 
-template <typename T, int kCount>
+template <typename T, int kCount, int kPieces>
 void launch_combine(CombineParams params, cudaStream_t stream) {
-  params.pieces = static_cast<std::int32_t>(params.width / kCount);
+  params.pieces = static_cast<std::int32_t>(params.width / (kCount * kPieces));
   const auto blocks = static_cast<unsigned>(ceil_div(params.num_tokens * params.pieces, kThreads));
   if (params.token_offsets == nullptr && params.top_k <= 2) {
-    combine_kernel<T, kCount, 2><<<blocks, kThreads, 0, stream>>>(params);
-  } else if (params.token_offsets == nullptr && params.top_k <= 4) {
-    combine_kernel<T, kCount, 4><<<blocks, kThreads, 0, stream>>>(params);
+    combine_kernel<T, kCount, 2, kPieces><<<blocks, kThreads, 0, stream>>>(params);
+  } else if (kPieces == 2 || (params.token_offsets == nullptr && params.top_k <= 4)) {
+    combine_kernel<T, kCount, 4, kPieces><<<blocks, kThreads, 0, stream>>>(params);
   } else {
-    combine_kernel<T, kCount, 8><<<blocks, kThreads, 0, stream>>>(params);
+    combine_kernel<T, kCount, 8, kPieces><<<blocks, kThreads, 0, stream>>>(params);
   }
 }
 
@@ -152,10 +165,12 @@ Status combine_forward(const CombineArgs& args, const Context& ctx) {
   const cudaStream_t stream = stream_of(ctx);
   with_element_type(args.rows.dtype, [&]<typename T>() {
     constexpr int kVector = 16 / static_cast<int>(sizeof(T));
-    if (params.width % kVector == 0 && rows_are_aligned(args.rows) && rows_are_aligned(args.tokens)) {
-      launch_combine<T, kVector>(params, stream);
+    if (params.width % kVector != 0 || !rows_are_aligned(args.rows) || !rows_are_aligned(args.tokens)) {
+      launch_combine<T, 1, 1>(params, stream);
+    } else if (params.width % (2 * kVector) != 0 || std::getenv("ONE") != nullptr) {
+      launch_combine<T, kVector, 1>(params, stream);
     } else {
-      launch_combine<T, 1>(params, stream);
+      launch_combine<T, kVector, 2>(params, stream);
     }
   });
   return check_launch("combine_kernel");

@@ -1,12 +1,12 @@
 /// Dispatch on CUDA: see dispatch.hpp. Per-block histograms, scan, stable scatter; no sort, no atomics.
 ///
-/// Slots are cut into one contiguous chunk a warp, in order. Three phases, a grid barrier between them:
-///   count    each warp walks its chunk 32 slots at a time and ranks every slot among the chunk's slots of
-///            the same expert (kept in token_index_map); each block sums its warps' counts
-///   scan     one warp an expert: exclusive scan of the blocks' counts; the experts' totals
-///   place    every block scans the totals; row = expert's first + blocks before + warps before + rank
-/// They run as one cooperative kernel; where the device has no cooperative launch, as three kernels, of
-/// which the last counts again. Integers only, so every grid size gives the same index.
+/// Slots are cut into one contiguous chunk a warp, in order. Two phases with one grid barrier between them:
+///   count  each warp walks its chunk 32 slots at a time and ranks every slot among the chunk's slots of the
+///          same expert (kept in token_index_map); each block writes its counts an expert
+///   place  every block reads all blocks' counts, which are small and in L2, and finds by itself where each
+///          expert and its own slots begin: row = expert's first + blocks before + warps before + rank
+/// They run as one cooperative kernel; where the device has no cooperative launch, as two kernels, of which
+/// the second counts again. Integers only, so every grid size gives the same index.
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
@@ -17,27 +17,36 @@
 namespace moestro::cuda {
 namespace {
 
-constexpr int kMaxWarps = 16;
+constexpr int kMaxWarps = 32;
 constexpr unsigned kFullWarp = 0xffffffffU;
 
 struct DispatchPlan {
   int num_blocks;
   int warps_per_block;
   std::int64_t slots_per_warp;  // a multiple of 32
+  std::int64_t slots_per_block;
   std::size_t smem_bytes;
+  std::size_t workspace_bytes;
 };
 
-/// Words of shared memory: warps x (E + 1) counters, then first rows and first tiles of E + 1 experts.
+/// Columns of a histogram: the experts, then the routed slots of any expert; even, since they are read in
+/// pairs.
+constexpr std::int64_t histogram_columns(std::int64_t num_experts) {
+  return (num_experts + 2) / 2 * 2;
+}
+
+/// Words of shared memory: warps + 1 counters a column (one apart from the next column's bank), four lists of
+/// one word a column, and the partial sums of the histogram's readers.
 std::size_t shared_words(int warps, std::int64_t num_experts) {
-  return static_cast<std::size_t>((warps + 2) * (num_experts + 1));
+  const std::int64_t columns = histogram_columns(num_experts);
+  return static_cast<std::size_t>((columns * (warps + 1) + 4 * columns + 3) / 4 * 4 + 4 * 32 * warps);
 }
 
 Status plan_dispatch(const Device& device, std::int64_t num_slots, std::int64_t num_experts,
                      DispatchPlan* plan) {
   plan->warps_per_block = kMaxWarps;
   while (plan->warps_per_block > 1 &&
-         shared_words(plan->warps_per_block, num_experts) * sizeof(std::int32_t) >
-             device.smem_per_block / 2) {
+         shared_words(plan->warps_per_block, num_experts) * sizeof(std::int32_t) > device.smem_per_block) {
     plan->warps_per_block /= 2;
   }
   plan->smem_bytes = shared_words(plan->warps_per_block, num_experts) * sizeof(std::int32_t);
@@ -46,15 +55,17 @@ Status plan_dispatch(const Device& device, std::int64_t num_slots, std::int64_t 
                          "dispatch_forward: num_experts is %lld, more than a CUDA block can count",
                          static_cast<long long>(num_experts));
   }
-  const std::int64_t per_block = 32 * plan->warps_per_block;
-  const std::int64_t wanted = ceil_div(num_slots, per_block);
+  const std::int64_t wanted = ceil_div(num_slots, 32 * plan->warps_per_block);
   plan->num_blocks = static_cast<int>(wanted < 1 ? 1 : (wanted < device.sm_count ? wanted : device.sm_count));
   const std::int64_t warps = static_cast<std::int64_t>(plan->num_blocks) * plan->warps_per_block;
   plan->slots_per_warp = ceil_div(ceil_div(num_slots, warps), 32) * 32;
+  plan->slots_per_block = plan->slots_per_warp * plan->warps_per_block;
+  plan->workspace_bytes =
+      static_cast<std::size_t>(plan->num_blocks * histogram_columns(num_experts)) * sizeof(std::uint32_t);
   return {};
 }
 
-enum Phases : int { kCount = 1, kScan = 2, kPlace = 4, kAllPhases = 7 };
+enum Phases : int { kCount = 1, kPlace = 2, kBothPhases = 3 };
 
 struct DispatchParams {
   const void* ids;
@@ -65,10 +76,12 @@ struct DispatchParams {
   std::int32_t num_slots;
   std::int32_t top_k;
   std::int32_t num_experts;
+  std::int32_t columns;  // of the histogram
+  std::int32_t id_bits;  // of num_experts, which stands for a sentinel
   std::int64_t slots_per_warp;
+  bool contiguous;  // slot i's id is ids[i]
   Index index;
-  std::int32_t* block_counts;  // [E + 1, blocks]; the last row counts routed slots of any expert
-  std::int32_t* totals;        // [E + 1]
+  void* histogram;  // [blocks, columns] of Count
   int phases;
 };
 
@@ -76,18 +89,16 @@ template <typename Id>
 struct Slots {
   const DispatchParams& p;
 
-  /// The slot's expert, or -1 at a sentinel.
+  /// The slot's expert, or num_experts at a sentinel.
   __device__ __forceinline__ std::int32_t expert(std::int32_t slot) const {
-    if (p.token_offsets != nullptr && token(slot) < 0) return -1;
+    if (p.token_offsets != nullptr && token(slot) < 0) return p.num_experts;
     std::int64_t offset = slot;
-    if (p.token_offsets == nullptr) {
-      const std::int32_t t = slot / p.top_k;
+    if (!p.contiguous) {
+      const std::int32_t t = slot / p.top_k;  // top_k is 1 for a ragged list
       offset = t * p.stride_token + (slot - t * p.top_k) * p.stride_choice;
-    } else {
-      offset = slot * p.stride_token;
     }
     const Id id = static_cast<const Id*>(p.ids)[offset];
-    return id >= 0 && id < p.num_experts ? static_cast<std::int32_t>(id) : -1;
+    return id >= 0 && id < p.num_experts ? static_cast<std::int32_t>(id) : p.num_experts;
   }
 
   /// The token that owns the slot; -1 for a slot of a ragged list that no token claims.
@@ -108,93 +119,144 @@ struct Slots {
   }
 };
 
-/// Counts the block's slots: counts[warp][e], and the slots' ranks within their warp's chunk.
-template <typename Id>
-__device__ void count_slots(const DispatchParams& p, std::int32_t* counts, bool write_ranks) {
-  const int stride = p.num_experts + 1;
+/// Lanes of the warp with the same `expert`. A ballot a bit is quicker than match.any's loop over values.
+__device__ __forceinline__ unsigned lanes_with_same(std::int32_t expert, int bits) {
+  unsigned peers = kFullWarp;
+  for (int bit = 0; bit < bits; ++bit) {
+    const bool set = (expert >> bit & 1) != 0;
+    const unsigned ballot = __ballot_sync(kFullWarp, set);
+    peers &= set ? ballot : ~ballot;
+  }
+  return peers;
+}
+
+constexpr int kAhead = 2;  // groups of 32 slots whose memory is read at once
+
+/// A block's shared memory. Counters of one column lie side by side, a warp's counter at [column][warp].
+struct Shared {
+  std::int32_t* counters;
+  int pitch;
+  std::int32_t* column_base;  // rows of the expert in blocks before this one; then the first of this block's
+  std::int32_t* column_total;
+  std::int32_t* first_row;
+  std::int32_t* first_tile;
+  std::int32_t* scratch;
+
+  __device__ Shared(std::int32_t* words, int columns, int warps) : counters(words), pitch(warps + 1) {
+    column_base = counters + columns * pitch;
+    column_total = column_base + columns;
+    first_row = column_total + columns;
+    first_tile = first_row + columns;
+    scratch = words + (columns * pitch + 4 * columns + 3) / 4 * 4;  // read as int4
+  }
+};
+
+/// counters[e][w] becomes the number of rows that earlier warps of the block have on e; the block's counts go
+/// to the histogram, and the slots' ranks within their warp's chunk to token_index_map.
+template <typename Id, typename Count>
+__device__ void count_slots(const DispatchParams& p, const Shared& shared, bool write) {
   const int num_warps = static_cast<int>(blockDim.x) / 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int i = static_cast<int>(threadIdx.x); i < num_warps * stride; i += static_cast<int>(blockDim.x)) {
-    counts[i] = 0;
-  }
-  __syncthreads();
-  std::int32_t* mine = counts + warp * stride;
   const Slots<Id> slots{p};
   const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * num_warps + warp) * p.slots_per_warp;
   const std::int64_t end = min(first + p.slots_per_warp, static_cast<std::int64_t>(p.num_slots));
+  for (int i = static_cast<int>(threadIdx.x); i < p.columns * shared.pitch;
+       i += static_cast<int>(blockDim.x)) {
+    shared.counters[i] = 0;
+  }
+  __syncthreads();
   std::int32_t routed = 0;
-  constexpr int kAhead = 4;  // ids read at once
   for (std::int64_t base = first; base < end; base += 32 * kAhead) {
     std::int32_t expert[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const std::int64_t slot = base + 32 * i + lane;
-      expert[i] = slot < end ? slots.expert(static_cast<std::int32_t>(slot)) : -1;
+      expert[i] = slot < end ? slots.expert(static_cast<std::int32_t>(slot)) : p.num_experts;
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const std::int64_t slot = base + 32 * i + lane;
-      const unsigned peers = __match_any_sync(kFullWarp, expert[i]);
+      const bool valid = expert[i] < p.num_experts;
+      const unsigned peers = lanes_with_same(expert[i], p.id_bits);
       const int before = __popc(peers & ((1U << lane) - 1));
-      std::int32_t rank = -1;
-      if (expert[i] >= 0) rank = mine[expert[i]] + before;
+      std::int32_t* counter = shared.counters + expert[i] * shared.pitch + warp;
+      const std::int32_t rank = valid ? *counter + before : -1;
       __syncwarp();
-      if (expert[i] >= 0 && before == 0) mine[expert[i]] = rank + __popc(peers);
+      if (valid && before == 0) *counter = rank + __popc(peers);
       __syncwarp();
-      routed += expert[i] >= 0 ? 1 : 0;
-      if (write_ranks && slot < end) p.index.token_index_map[slot] = rank;
+      routed += valid ? 1 : 0;
+      if (write && slot < end) p.index.token_index_map[slot] = rank;
     }
   }
   routed = __reduce_add_sync(kFullWarp, routed);
-  if (lane == 0) mine[p.num_experts] = routed;
+  if (lane == 0) shared.counters[p.num_experts * shared.pitch + warp] = routed;
   __syncthreads();
-}
-
-/// Turns counts[warp][e] into the number of rows that earlier warps of the block have; the block's sums go
-/// to block_counts.
-__device__ void scan_warps(const DispatchParams& p, std::int32_t* counts, bool write_sums) {
-  const int stride = p.num_experts + 1;
-  const int num_warps = static_cast<int>(blockDim.x) / 32;
-  for (int e = static_cast<int>(threadIdx.x); e < stride; e += static_cast<int>(blockDim.x)) {
-    std::int32_t running = 0;
-    for (int warp = 0; warp < num_warps; ++warp) {
-      const std::int32_t count = counts[warp * stride + e];
-      counts[warp * stride + e] = running;
-      running += count;
+  Count* counts = static_cast<Count*>(p.histogram) + static_cast<std::int64_t>(blockIdx.x) * p.columns;
+  for (int column = warp; column < p.columns; column += num_warps) {
+    std::int32_t* counter = shared.counters + column * shared.pitch + lane;
+    const std::int32_t count = lane < num_warps ? *counter : 0;
+    std::int32_t inclusive = count;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const std::int32_t other = __shfl_up_sync(kFullWarp, inclusive, offset);
+      if (lane >= offset) inclusive += other;
     }
-    if (write_sums) p.block_counts[static_cast<std::int64_t>(e) * gridDim.x + blockIdx.x] = running;
+    if (lane < num_warps) *counter = inclusive - count;
+    if (write && lane == 31) counts[column] = static_cast<Count>(inclusive);
   }
   __syncthreads();
 }
 
-/// Exclusive scan over the blocks, one warp an expert.
-__device__ void scan_blocks(const DispatchParams& p) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+/// column_base and column_total from all blocks' counts. Threads read pairs of columns; where columns are
+/// fewer than threads, several threads share a pair and each takes a range of blocks.
+template <typename Count>
+__device__ void read_histogram(const DispatchParams& p, const Shared& shared) {
+  struct alignas(2 * sizeof(Count)) Pair {
+    Count low, high;
+  };
+  const int pairs = p.columns / 2;
+  const int threads = static_cast<int>(blockDim.x);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int ranges = max(1, threads / pairs);
   const int num_blocks = static_cast<int>(gridDim.x);
-  const int warps = num_blocks * static_cast<int>(blockDim.x) / 32;
-  // Consecutive experts go to different blocks, so that few experts still use all SMs.
-  for (int e = static_cast<int>(threadIdx.x / 32 * gridDim.x + blockIdx.x); e <= p.num_experts; e += warps) {
-    std::int32_t* column = p.block_counts + static_cast<std::int64_t>(e) * num_blocks;
-    std::int32_t carry = 0;
-    for (int base = 0; base < num_blocks; base += 32) {
-      const int b = base + lane;
-      const std::int32_t count = b < num_blocks ? column[b] : 0;
-      std::int32_t inclusive = count;
-#pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const std::int32_t other = __shfl_up_sync(kFullWarp, inclusive, offset);
-        if (lane >= offset) inclusive += other;
+  const int here = static_cast<int>(blockIdx.x);
+  const int per_range = (num_blocks + ranges - 1) / ranges;
+  auto* partial = reinterpret_cast<int4*>(shared.scratch);  // before and total of both columns of a pair
+  for (int start = 0; start < pairs; start += threads) {
+    const int pair = start + (ranges > 1 ? thread % pairs : thread);
+    const int range = ranges > 1 ? thread / pairs : 0;
+    int4 sum = make_int4(0, 0, 0, 0);
+    if (pair < pairs && range < ranges) {
+      const auto* column = static_cast<const Pair*>(p.histogram) + pair;
+      const int end = min(num_blocks, (range + 1) * per_range);
+#pragma unroll 8
+      for (int b = range * per_range; b < end; ++b) {
+        const Pair count = column[static_cast<std::int64_t>(b) * pairs];
+        sum.x += b < here ? static_cast<std::int32_t>(count.low) : 0;
+        sum.y += b < here ? static_cast<std::int32_t>(count.high) : 0;
+        sum.z += static_cast<std::int32_t>(count.low);
+        sum.w += static_cast<std::int32_t>(count.high);
       }
-      if (b < num_blocks) column[b] = carry + inclusive - count;
-      carry += __shfl_sync(kFullWarp, inclusive, 31);
     }
-    if (lane == 0) p.totals[e] = carry;
+    partial[thread] = sum;
+    __syncthreads();
+    if (pair < pairs && range == 0) {
+      for (int other = 1; other < ranges; ++other) {
+        const int4 part = partial[other * pairs + pair];
+        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+      }
+      shared.column_base[2 * pair] = sum.x;
+      shared.column_base[2 * pair + 1] = sum.y;
+      shared.column_total[2 * pair] = sum.z;
+      shared.column_total[2 * pair + 1] = sum.w;
+    }
+    __syncthreads();
   }
 }
 
 /// first_row[e] and first_tile[e] for e in [0, E], from the experts' totals.
-__device__ void scan_experts(const DispatchParams& p, std::int32_t* first_row, std::int32_t* first_tile) {
+__device__ void scan_experts(const DispatchParams& p, const Shared& shared) {
   __shared__ unsigned long long warp_sums[kMaxWarps];
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -202,7 +264,7 @@ __device__ void scan_experts(const DispatchParams& p, std::int32_t* first_row, s
   unsigned long long carry = 0;  // rows in the low word, tiles in the high one
   for (int base = 0; base < p.num_experts; base += static_cast<int>(blockDim.x)) {
     const int e = base + static_cast<int>(threadIdx.x);
-    const std::int32_t rows = e < p.num_experts ? p.totals[e] : 0;
+    const std::int32_t rows = e < p.num_experts ? shared.column_total[e] : 0;
     const auto tiles =
         static_cast<std::uint32_t>((static_cast<std::int64_t>(rows) + kTileRows - 1) / kTileRows);
     const unsigned long long value =
@@ -223,22 +285,24 @@ __device__ void scan_experts(const DispatchParams& p, std::int32_t* first_row, s
     }
     const unsigned long long exclusive = before + inclusive - value;
     if (e < p.num_experts) {
-      first_row[e] = static_cast<std::int32_t>(static_cast<std::uint32_t>(exclusive));
-      first_tile[e] = static_cast<std::int32_t>(exclusive >> 32);
+      shared.first_row[e] = static_cast<std::int32_t>(static_cast<std::uint32_t>(exclusive));
+      shared.first_tile[e] = static_cast<std::int32_t>(exclusive >> 32);
+      shared.column_base[e] += static_cast<std::int32_t>(static_cast<std::uint32_t>(exclusive));
     }
     carry = all;
     __syncthreads();
   }
   if (threadIdx.x == 0) {
-    first_row[p.num_experts] = static_cast<std::int32_t>(static_cast<std::uint32_t>(carry));
-    first_tile[p.num_experts] = static_cast<std::int32_t>(carry >> 32);
+    shared.first_row[p.num_experts] = static_cast<std::int32_t>(static_cast<std::uint32_t>(carry));
+    shared.first_tile[p.num_experts] = static_cast<std::int32_t>(carry >> 32);
   }
   __syncthreads();
 }
 
 /// Offsets, tile table and expert order, spread over the grid: one warp an expert.
-__device__ void write_tables(const DispatchParams& p, const std::int32_t* first_row,
-                             const std::int32_t* first_tile) {
+__device__ void write_tables(const DispatchParams& p, const Shared& shared) {
+  const std::int32_t* first_row = shared.first_row;
+  const std::int32_t* first_tile = shared.first_tile;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warps = static_cast<int>(gridDim.x * blockDim.x) / 32;
   if (blockIdx.x == 0) {
@@ -247,6 +311,7 @@ __device__ void write_tables(const DispatchParams& p, const std::int32_t* first_
     }
     if (threadIdx.x == 0) *p.index.num_tiles = first_tile[p.num_experts];
   }
+  // Consecutive experts go to different blocks, so that few experts still use all SMs.
   for (int e = static_cast<int>(threadIdx.x / 32 * gridDim.x + blockIdx.x); e < p.num_experts; e += warps) {
     const std::int32_t begin = first_row[e];
     const std::int32_t rows = first_row[e + 1] - begin;
@@ -267,32 +332,23 @@ __device__ void write_tables(const DispatchParams& p, const std::int32_t* first_
 }
 
 template <typename Id>
-__device__ void place_slots(const DispatchParams& p, std::int32_t* counts, std::int32_t* first_row,
-                            std::int32_t* first_tile) {
-  const int stride = p.num_experts + 1;
+__device__ void place_slots(const DispatchParams& p, const Shared& shared) {
   const int num_warps = static_cast<int>(blockDim.x) / 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  scan_experts(p, first_row, first_tile);
-  for (int e = static_cast<int>(threadIdx.x); e < stride; e += static_cast<int>(blockDim.x)) {
-    const std::int32_t base = p.block_counts[static_cast<std::int64_t>(e) * gridDim.x + blockIdx.x] +
-                              (e < p.num_experts ? first_row[e] : 0);
-    for (int w = 0; w < num_warps; ++w) counts[w * stride + e] += base;
-  }
-  __syncthreads();
-  const std::int32_t* base = counts + warp * stride;
   const Slots<Id> slots{p};
   const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * num_warps + warp) * p.slots_per_warp;
   const std::int64_t end = min(first + p.slots_per_warp, static_cast<std::int64_t>(p.num_slots));
-  std::int32_t routed = base[p.num_experts];
-  constexpr int kAhead = 4;
+  std::int32_t routed =
+      shared.column_base[p.num_experts] + shared.counters[p.num_experts * shared.pitch + warp];
   for (std::int64_t start = first; start < end; start += 32 * kAhead) {
     std::int32_t expert[kAhead];
     std::int32_t rank[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const std::int64_t slot = start + 32 * i + lane;
-      expert[i] = -1;
+      expert[i] = p.num_experts;
+      rank[i] = 0;
       if (slot < end) {
         expert[i] = slots.expert(static_cast<std::int32_t>(slot));
         rank[i] = p.index.token_index_map[slot];
@@ -301,48 +357,42 @@ __device__ void place_slots(const DispatchParams& p, std::int32_t* counts, std::
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const auto slot = static_cast<std::int32_t>(start + 32 * i + lane);
-      if (expert[i] >= 0) {
-        const std::int32_t row = base[expert[i]] + rank[i];
+      const bool valid = expert[i] < p.num_experts;
+      if (valid) {
+        const std::int32_t row =
+            shared.column_base[expert[i]] + shared.counters[expert[i] * shared.pitch + warp] + rank[i];
         p.index.token_index_map[slot] = row;
         p.index.expert_token_indices[row] = slots.token(slot);
       }
       if (p.index.token_expert_indices != nullptr) {
-        const unsigned valid = __ballot_sync(kFullWarp, expert[i] >= 0);
-        if (expert[i] >= 0) {
-          p.index.token_expert_indices[routed + __popc(valid & ((1U << lane) - 1))] = expert[i];
-        }
-        routed += __popc(valid);
+        const unsigned ballot = __ballot_sync(kFullWarp, valid);
+        if (valid) p.index.token_expert_indices[routed + __popc(ballot & ((1U << lane) - 1))] = expert[i];
+        routed += __popc(ballot);
       }
     }
   }
   // Past R the lists hold 0.
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
   for (std::int64_t r =
-           first_row[p.num_experts] + static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+           shared.first_row[p.num_experts] + static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
        r < p.num_slots; r += step) {
     p.index.expert_token_indices[r] = 0;
     if (p.index.token_expert_indices != nullptr) p.index.token_expert_indices[r] = 0;
   }
-  write_tables(p, first_row, first_tile);
 }
 
-template <typename Id>
+template <typename Id, typename Count>
 __global__ void __launch_bounds__(32 * kMaxWarps) dispatch_kernel(const __grid_constant__ DispatchParams p) {
-  extern __shared__ std::int32_t shared[];
-  const int stride = p.num_experts + 1;
-  std::int32_t* counts = shared;
-  std::int32_t* first_row = shared + static_cast<int>(blockDim.x) / 32 * stride;
-  std::int32_t* first_tile = first_row + stride;
-  const bool all = p.phases == kAllPhases;
-  if ((p.phases & (kCount | kPlace)) != 0) {
-    const bool counts_first = (p.phases & kCount) != 0;
-    count_slots<Id>(p, counts, counts_first);
-    scan_warps(p, counts, counts_first);
+  extern __shared__ __align__(16) std::int32_t words[];
+  const Shared shared(words, p.columns, static_cast<int>(blockDim.x) / 32);
+  count_slots<Id, Count>(p, shared, (p.phases & kCount) != 0);
+  if (p.phases == kBothPhases) cooperative_groups::this_grid().sync();
+  if ((p.phases & kPlace) != 0) {
+    read_histogram<Count>(p, shared);
+    scan_experts(p, shared);
+    place_slots<Id>(p, shared);
+    write_tables(p, shared);
   }
-  if (all) cooperative_groups::this_grid().sync();
-  if ((p.phases & kScan) != 0) scan_blocks(p);
-  if (all) cooperative_groups::this_grid().sync();
-  if ((p.phases & kPlace) != 0) place_slots<Id>(p, counts, first_row, first_tile);
 }
 
 struct RowWeightsParams {
@@ -364,29 +414,25 @@ __global__ void __launch_bounds__(256) row_weights_kernel(const __grid_constant_
   if (row >= 0) p.row_weights[row] = p.weights[t * p.stride_token + k * p.stride_choice];
 }
 
-template <typename Id>
+template <typename Id, typename Count>
 Status launch_dispatch(const Device& device, const DispatchPlan& plan, DispatchParams params,
                        cudaStream_t stream) {
-  const auto kernel = reinterpret_cast<const void*>(&dispatch_kernel<Id>);
+  const auto kernel = reinterpret_cast<const void*>(&dispatch_kernel<Id, Count>);
   MOESTRO_RETURN_IF_ERROR(allow_shared_memory(kernel, plan.smem_bytes, device.ordinal));
   const dim3 grid(static_cast<unsigned>(plan.num_blocks));
   const dim3 block(static_cast<unsigned>(32 * plan.warps_per_block));
   void* arguments[] = {&params};
   if (device.cooperative_launch) {
-    params.phases = kAllPhases;
+    params.phases = kBothPhases;
     (void)cudaLaunchCooperativeKernel(kernel, grid, block, arguments, plan.smem_bytes, stream);
     return check_launch("dispatch_kernel");
   }
-  for (const int phase : {kCount, kScan, kPlace}) {
+  for (const int phase : {kCount, kPlace}) {
     params.phases = phase;
     (void)cudaLaunchKernel(kernel, grid, block, arguments, plan.smem_bytes, stream);
     MOESTRO_RETURN_IF_ERROR(check_launch("dispatch_kernel"));
   }
   return {};
-}
-
-std::size_t count_bytes(int num_blocks, std::int64_t num_experts) {
-  return static_cast<std::size_t>((num_blocks + 1) * (num_experts + 1)) * sizeof(std::int32_t);
 }
 
 }  // namespace
@@ -397,7 +443,7 @@ std::size_t dispatch_workspace_bytes(std::int64_t, std::int64_t num_slots, std::
   DispatchPlan plan{};
   if (!find_device(ctx, &device).ok() || !plan_dispatch(*device, num_slots, num_experts, &plan).ok())
     return 0;
-  return count_bytes(plan.num_blocks, num_experts);
+  return plan.workspace_bytes;
 }
 
 Status dispatch_forward(const DispatchArgs& args, const Context& ctx) {
@@ -411,8 +457,7 @@ Status dispatch_forward(const DispatchArgs& args, const Context& ctx) {
   const std::int64_t num_slots = args.expert_ids.numel();
   DispatchPlan plan{};
   MOESTRO_RETURN_IF_ERROR(plan_dispatch(*device, num_slots, args.num_experts, &plan));
-  MOESTRO_RETURN_IF_ERROR(
-      check_workspace("dispatch_forward", ctx, count_bytes(plan.num_blocks, args.num_experts)));
+  MOESTRO_RETURN_IF_ERROR(check_workspace("dispatch_forward", ctx, plan.workspace_bytes));
   DispatchParams params{};
   params.ids = args.expert_ids.data;
   params.stride_token = args.expert_ids.stride[0];
@@ -423,16 +468,22 @@ Status dispatch_forward(const DispatchArgs& args, const Context& ctx) {
   params.num_slots = static_cast<std::int32_t>(num_slots);
   params.top_k = ragged ? 1 : static_cast<std::int32_t>(args.expert_ids.extent[1]);
   params.num_experts = static_cast<std::int32_t>(args.num_experts);
+  params.columns = static_cast<std::int32_t>(histogram_columns(args.num_experts));
+  while (args.num_experts >> params.id_bits != 0) ++params.id_bits;
   params.slots_per_warp = plan.slots_per_warp;
+  params.contiguous =
+      ragged ? params.stride_token == 1 : params.stride_choice == 1 && params.stride_token == params.top_k;
   params.index = args.index;
-  params.totals = static_cast<std::int32_t*>(ctx.workspace);
-  params.block_counts = params.totals + args.num_experts + 1;
+  params.histogram = ctx.workspace;
 
   const DeviceGuard guard(device->ordinal);
-  if (args.expert_ids.dtype == DType::kI64) {
-    return launch_dispatch<std::int64_t>(*device, plan, params, stream_of(ctx));
-  }
-  return launch_dispatch<std::int32_t>(*device, plan, params, stream_of(ctx));
+  const auto launch = [&]<typename Id>() {
+    return plan.slots_per_block <= 0xffff
+               ? launch_dispatch<Id, std::uint16_t>(*device, plan, params, stream_of(ctx))
+               : launch_dispatch<Id, std::uint32_t>(*device, plan, params, stream_of(ctx));
+  };
+  if (args.expert_ids.dtype == DType::kI64) return launch.template operator()<std::int64_t>();
+  return launch.template operator()<std::int32_t>();
 }
 
 Status dispatch_row_weights(const RowWeightsArgs& args, const Context& ctx) {

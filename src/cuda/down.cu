@@ -149,6 +149,8 @@ Status portable_down_weight_backward(const DownWeightBackwardArgs& args, const D
   question.dtype = args.d_y.dtype;
   question.p = problem.p;
   question.q = problem.q;
+  question.p_rows = p.extent[0];
+  question.q_rows = q.extent[0];
   question.p_stride = problem.p_stride;
   question.q_stride = problem.q_stride;
   question.m = problem.m;

@@ -90,6 +90,9 @@ GemmPlan plan_outer(const OuterQuestion& question, const Device& device) {
     obstacle = "rows of an operand are not 16-byte aligned";
   } else if (question.m % 8 != 0 || question.n % 8 != 0) {
     obstacle = "an extent of the gradient is not a multiple of 8";
+  } else if (question.p_rows * (question.p_stride / 8) > kMaxChunks ||
+             question.q_rows * (question.q_stride / 8) > kMaxChunks) {
+    obstacle = "an operand has more than 2^32 chunks of 16 bytes";
   }
   return finish(question.dtype, obstacle, device, plan);
 }

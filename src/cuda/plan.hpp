@@ -49,6 +49,8 @@ struct OuterQuestion {
   DType dtype = DType::kBF16;
   const void* p = nullptr;
   const void* q = nullptr;
+  std::int64_t p_rows = 0;
+  std::int64_t q_rows = 0;
   std::int64_t p_stride = 0;
   std::int64_t q_stride = 0;
   std::int64_t m = 0;

@@ -1,10 +1,12 @@
-/// Router on CUDA: see router.hpp. One warp a token.
+/// Router on CUDA: see router.hpp.
 ///
-/// Forward keeps a token's logits in registers as integer keys whose order is the choice's order: the
-/// value's bits made monotonic, then the complement of the id, so that keys never tie. Each lane sorts the
-/// keys it owns once; then K times the warp takes the largest head (one redux instruction for 16-bit
-/// logits) and the lane that owned it moves on to its next key. More than 512 experts or 32 choices take a
-/// kernel that scans the logits once a choice.
+/// Forward turns logits into integer keys whose order is the choice's order: the value's bits made
+/// monotonic, then the complement of the id, so that keys never tie. Three kernels:
+///   lists  16-bit logits without a bias, up to 512 experts and 16 choices, the usual case: eight lanes a
+///          token; each lane sorts its 32-bit keys, and the lanes' lists merge pairwise
+///   heads  f32 logits or biased scores, up to 512 experts and 32 choices: a warp a token; each lane sorts
+///          its 64-bit keys, and K times the largest head is taken
+///   scan   everything else: a warp a token reads its logits once a choice
 #include <cuda_runtime.h>
 
 #include "cuda/cuda.hpp"
@@ -46,13 +48,8 @@ __device__ __forceinline__ float from_ordered_bits(std::uint32_t order) {
   return __uint_as_float((order & 0x80000000U) != 0 ? order ^ 0x80000000U : ~order);
 }
 
-/// A key is 0 for "no expert"; every real key is above 0.
-template <typename Logit, bool kWide>
-struct Keys;
-
-/// f32 logits, or biased scores: value and complemented id in 64 bits.
-template <typename Logit>
-struct Keys<Logit, true> {
+/// Value and complemented id in 64 bits. A key is 0 for "no expert"; every real key is above 0.
+struct WideKeys {
   using Key = unsigned long long;
   static __device__ __forceinline__ Key make(float value, int expert) {
     return static_cast<Key>(ordered_bits(value)) << 32 | (0xffffffffU - static_cast<std::uint32_t>(expert));
@@ -69,34 +66,6 @@ struct Keys<Logit, true> {
         static_cast<std::uint32_t>(key >> 32) == high ? static_cast<std::uint32_t>(key) : 0;
     return static_cast<Key>(high) << 32 | __reduce_max_sync(kFullWarp, low);
   }
-};
-
-/// 16-bit logits: the logit's ordered bits and the complemented id in 32 bits.
-template <typename Logit>
-struct Keys<Logit, false> {
-  using Key = std::uint32_t;
-  static __device__ __forceinline__ Key make(float value, int expert) {
-    // A 16-bit logit is exact in f32. bf16 is its upper half; f16 needs its own bits.
-    std::uint32_t order;
-    if constexpr (kDTypeOf<Logit> == DType::kBF16) {
-      order = ordered_bits(value) >> 16;
-    } else {
-      const float sound = value != value ? negative_infinity() : value + 0.0F;
-      const std::uint32_t bits = __half_as_ushort(__float2half_rn(sound));
-      order = (bits & 0x8000U) != 0 ? ~bits & 0xffffU : bits | 0x8000U;
-    }
-    return order << 16 | (0xffffU - static_cast<std::uint32_t>(expert));
-  }
-  static __device__ __forceinline__ int expert(Key key) {
-    return static_cast<int>(0xffffU - (key & 0xffffU));
-  }
-  static __device__ __forceinline__ float value(Key key) {
-    const std::uint32_t order = key >> 16;
-    const std::uint32_t bits = ((order & 0x8000U) != 0 ? order ^ 0x8000U : ~order) & 0xffffU;
-    if constexpr (kDTypeOf<Logit> == DType::kBF16) return __uint_as_float(bits << 16);
-    return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
-  }
-  static __device__ __forceinline__ Key warp_max(Key key) { return __reduce_max_sync(kFullWarp, key); }
 };
 
 __device__ __forceinline__ float warp_sum(float value) {
@@ -175,12 +144,202 @@ __device__ __forceinline__ float score_of(RouterScore kind, float logit, float l
   return largest == negative_infinity() ? 0.0F : expf(logit - largest) / total;
 }
 
+/// One step of a sorting network: the larger to a.
+__device__ __forceinline__ void order_falling(std::int32_t& a, std::int32_t& b) {
+  const std::int32_t larger = max(a, b);
+  b = min(a, b);
+  a = larger;
+}
+
+/// Sorts a bitonic list falling.
+template <int kCount>
+__device__ __forceinline__ void sort_bitonic(std::int32_t* key) {
+#pragma unroll
+  for (int distance = kCount / 2; distance > 0; distance /= 2) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if ((i & distance) == 0) order_falling(key[i], key[i + distance]);
+    }
+  }
+}
+
+/// 16-bit logits as signed 32-bit keys: the ordered bits above, 0xffff - id below.
+template <typename Logit>
+struct ListKeys {
+  static constexpr std::uint32_t kInfinity = kDTypeOf<Logit> == DType::kBF16 ? 0x7f80U : 0x7c00U;
+
+  static __device__ __forceinline__ std::int32_t make(std::uint32_t upper_bits, int expert) {
+    const auto x = static_cast<std::int32_t>(upper_bits);
+    return (x ^ ((x >> 31) & 0x7fff0000)) + (0xffff - expert);
+  }
+  static __device__ __forceinline__ int expert(std::int32_t key) { return 0xffff - (key & 0xffff); }
+  static __device__ __forceinline__ float value(std::int32_t key) {
+    const std::int32_t x = key ^ ((key >> 31) & 0x7fff0000);
+    return from_bits(static_cast<std::uint32_t>(x) >> 16);
+  }
+  static __device__ __forceinline__ float from_bits(std::uint32_t bits) {
+    if constexpr (kDTypeOf<Logit> == DType::kBF16) return __uint_as_float(bits << 16);
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+  }
+  /// NaN as -infinity, -0 as 0.
+  static __device__ __forceinline__ std::uint32_t sound(std::uint32_t bits) {
+    if ((bits & 0x7fffU) > kInfinity) return kInfinity | 0x8000U;
+    return bits == 0x8000U ? 0 : bits;
+  }
+};
+
+constexpr int kLanesPerToken = 8;
+
+/// exp2, for arguments that are at most 0.
+__device__ __forceinline__ float fast_exp2(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+/// Up to 8 * kPerLane experts and kList choices. Lane g of a token's eight owns chunks g, g + 8, … of
+/// eight logits each.
+template <typename Logit, int kPerLane, int kList>
+__global__ void __launch_bounds__(32 * kWarpsPerBlock)
+    router_lists_kernel(const __grid_constant__ RouterForward p) {
+  static_assert(kPerLane % kList == 0 && kPerLane % 8 == 0);
+  using Keys = ListKeys<Logit>;
+  constexpr std::int32_t kNone = static_cast<std::int32_t>(0x80000000U);  // below every real key
+  const int lane = static_cast<int>(threadIdx.x) % kLanesPerToken;
+  const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * (32 * kWarpsPerBlock / kLanesPerToken) +
+                             threadIdx.x / kLanesPerToken;
+  const bool exists = token < p.num_tokens;
+  const std::int64_t t = exists ? token : p.num_tokens - 1;  // whole warps take part in the exchanges
+  const Logit* row = static_cast<const Logit*>(p.logits) + t * p.logits_stride;
+
+  constexpr std::uint32_t kNothing = (Keys::kInfinity | 0x8000U) * 0x10001U;
+  std::uint32_t word[kPerLane / 2];
+#pragma unroll
+  for (int c = 0; c < kPerLane / 8; ++c) {
+    const int first = (c * kLanesPerToken + lane) * 8;
+    if (p.vector) {
+      uint4 four = make_uint4(kNothing, kNothing, kNothing, kNothing);
+      if (first < p.num_experts) four = __ldg(reinterpret_cast<const uint4*>(row + first));
+      word[4 * c] = four.x, word[4 * c + 1] = four.y, word[4 * c + 2] = four.z, word[4 * c + 3] = four.w;
+    } else {
+      const auto* bits = reinterpret_cast<const unsigned short*>(row);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int e = first + 2 * i;
+        const std::uint32_t low = e < p.num_experts ? bits[e] : kNothing & 0xffffU;
+        const std::uint32_t high = e + 1 < p.num_experts ? bits[e + 1] : kNothing & 0xffffU;
+        word[4 * c + i] = low | high << 16;
+      }
+    }
+  }
+  // A NaN or a zero of either sign shows in the largest of |bits| - 1; a borrow only ever comes from a zero.
+  std::uint32_t largest_bits = 0;
+#pragma unroll
+  for (int i = 0; i < kPerLane / 2; ++i) {
+    largest_bits = __vmaxu2(largest_bits, (word[i] & 0x7fff7fffU) - 0x00010001U);
+  }
+  if ((largest_bits & 0xffffU) >= Keys::kInfinity || largest_bits >> 16 >= Keys::kInfinity) {
+#pragma unroll
+    for (int i = 0; i < kPerLane / 2; ++i) {
+      word[i] = Keys::sound(word[i] & 0xffffU) | Keys::sound(word[i] >> 16) << 16;
+    }
+  }
+
+  std::int32_t key[kPerLane];
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int e = (i / 8 * kLanesPerToken + lane) * 8 + i % 8;
+    const std::uint32_t upper = i % 2 == 0 ? word[i / 2] << 16 : word[i / 2] & 0xffff0000U;
+    key[i] = e < p.num_experts ? Keys::make(upper, e) : kNone;
+  }
+#pragma unroll
+  for (int list = 0; list < kPerLane / kList; ++list) {
+    std::int32_t(&part)[kList] = *reinterpret_cast<std::int32_t(*)[kList]>(key + list * kList);
+    sort_falling(part);
+  }
+  // The largest kList of two falling lists: the larger of a[i] and b[last - i], which is a bitonic list.
+#pragma unroll
+  for (int lists = kPerLane / kList; lists > 1; lists /= 2) {
+#pragma unroll
+    for (int list = 0; list < lists / 2; ++list) {
+      std::int32_t* a = key + list * kList;
+      const std::int32_t* b = key + (lists - 1 - list) * kList;
+#pragma unroll
+      for (int i = 0; i < kList; ++i) a[i] = max(a[i], b[kList - 1 - i]);
+      sort_bitonic<kList>(a);
+    }
+  }
+#pragma unroll
+  for (int distance = 1; distance < kLanesPerToken; distance *= 2) {
+    std::int32_t other[kList];
+#pragma unroll
+    for (int i = 0; i < kList; ++i) other[i] = __shfl_xor_sync(kFullWarp, key[i], distance);
+#pragma unroll
+    for (int i = 0; i < kList; ++i) key[i] = max(key[i], other[kList - 1 - i]);
+    sort_bitonic<kList>(key);
+  }
+
+  // Now all eight lanes hold the same list. Scores relative to the largest logit, in base 2.
+  constexpr float kLog2E = 1.4426950408889634F;
+  const bool softmax = p.config.score == RouterScore::kSoftmax;
+  const float largest = Keys::value(key[0]);
+  const float shift = -largest * kLog2E;
+  float total = 1.0F;
+  if (softmax && (!p.config.renormalize || p.config.epsilon != 0.0F)) {
+    float sum = 0.0F;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const std::uint32_t bits = i % 2 == 0 ? word[i / 2] & 0xffffU : word[i / 2] >> 16;
+      sum += fast_exp2(fmaf(Keys::from_bits(bits), kLog2E, shift));
+    }
+#pragma unroll
+    for (int distance = 1; distance < kLanesPerToken; distance *= 2) {
+      sum += __shfl_xor_sync(kFullWarp, sum, distance);
+    }
+    total = sum;
+  }
+  constexpr int kMine = kList / kLanesPerToken;  // choices that a lane writes: lane, lane + 8
+  std::int32_t mine[kMine];
+  float score[kMine];
+  float chosen_sum = 0.0F;
+#pragma unroll
+  for (int m = 0; m < kMine; ++m) {
+    mine[m] = key[m * kLanesPerToken];
+#pragma unroll
+    for (int i = 1; i < kLanesPerToken; ++i) {
+      if (lane == i) mine[m] = key[m * kLanesPerToken + i];
+    }
+    const bool chose = m * kLanesPerToken + lane < p.top_k;
+    const float logit = Keys::value(mine[m]);
+    score[m] = 0.0F;
+    if (chose && !softmax) score[m] = 1.0F / (1.0F + expf(-logit));
+    if (chose && softmax && largest != negative_infinity())
+      score[m] = fast_exp2(fmaf(logit, kLog2E, shift)) / total;
+    chosen_sum += score[m];
+  }
+  float divisor = 1.0F;
+  if (p.config.renormalize) {
+#pragma unroll
+    for (int distance = 1; distance < kLanesPerToken; distance *= 2) {
+      chosen_sum += __shfl_xor_sync(kFullWarp, chosen_sum, distance);
+    }
+    divisor = chosen_sum + p.config.epsilon;
+  }
+#pragma unroll
+  for (int m = 0; m < kMine; ++m) {
+    const int k = m * kLanesPerToken + lane;
+    if (!exists || k >= p.top_k) continue;
+    p.expert_ids[t * p.ids_stride + k] = Keys::expert(mine[m]);
+    p.weights[t * p.weights_stride + k] = divisor == 0.0F ? 0.0F : p.config.scale * score[m] / divisor;
+  }
+}
+
 /// Up to 32 * kPerLane experts and 32 choices; lane l owns experts [l * kPerLane, (l + 1) * kPerLane).
 template <typename Logit, int kPerLane, bool kBiased>
 __global__ void __launch_bounds__(32 * kWarpsPerBlock)
-    router_forward_kernel(const __grid_constant__ RouterForward p) {
-  using Keys = Keys<Logit, kBiased || sizeof(Logit) == 4>;
-  using Key = typename Keys::Key;
+    router_heads_kernel(const __grid_constant__ RouterForward p) {
+  using Keys = WideKeys;
+  using Key = Keys::Key;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t t = static_cast<std::int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
   if (t >= p.num_tokens) return;
@@ -275,8 +434,8 @@ __device__ void softmax_terms(const Logit* row, int num_experts, int lane, float
 /// Any number of experts and choices: choice k is the largest key below choice k - 1's.
 template <typename Logit>
 __global__ void __launch_bounds__(32 * kWarpsPerBlock)
-    router_forward_scan_kernel(const __grid_constant__ RouterForward p) {
-  using Keys = Keys<float, true>;
+    router_scan_kernel(const __grid_constant__ RouterForward p) {
+  using Keys = WideKeys;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t t = static_cast<std::int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
   if (t >= p.num_tokens) return;
@@ -396,12 +555,63 @@ unsigned blocks_for(std::int64_t num_tokens) {
 }
 
 template <typename Logit, int kPerLane>
-void launch_forward(const RouterForward& params, cudaStream_t stream) {
+void launch_heads(const RouterForward& params, cudaStream_t stream) {
   const unsigned blocks = blocks_for(params.num_tokens);
   if (params.selection_bias != nullptr) {
-    router_forward_kernel<Logit, kPerLane, true><<<blocks, 32 * kWarpsPerBlock, 0, stream>>>(params);
+    router_heads_kernel<Logit, kPerLane, true><<<blocks, 32 * kWarpsPerBlock, 0, stream>>>(params);
   } else {
-    router_forward_kernel<Logit, kPerLane, false><<<blocks, 32 * kWarpsPerBlock, 0, stream>>>(params);
+    router_heads_kernel<Logit, kPerLane, false><<<blocks, 32 * kWarpsPerBlock, 0, stream>>>(params);
+  }
+}
+
+template <typename Logit, int kPerLane, int kList>
+void launch_lists(const RouterForward& params, cudaStream_t stream) {
+  const auto blocks =
+      static_cast<unsigned>(ceil_div(params.num_tokens, 32 * kWarpsPerBlock / kLanesPerToken));
+  router_lists_kernel<Logit, kPerLane, kList><<<blocks, 32 * kWarpsPerBlock, 0, stream>>>(params);
+}
+
+/// Can rows be read in vectors of `bytes` that hold `count` logits?
+bool reads_in_vectors(const RouterForward& params, std::int64_t element_bytes, int count,
+                      std::int64_t bytes) {
+  return params.num_experts % count == 0 &&
+         reinterpret_cast<std::uintptr_t>(params.logits) % static_cast<std::uintptr_t>(bytes) == 0 &&
+         params.logits_stride * element_bytes % bytes == 0;
+}
+
+template <typename Logit>
+void launch_forward(RouterForward params, cudaStream_t stream) {
+  const int experts = params.num_experts;
+  const int top_k = params.top_k;
+  if constexpr (sizeof(Logit) == 2) {
+    if (params.selection_bias == nullptr && experts <= 512 && top_k <= 16) {
+      params.vector = reads_in_vectors(params, 2, 8, 16);
+      if (top_k <= 8) {
+        if (experts <= 64) return launch_lists<Logit, 8, 8>(params, stream);
+        if (experts <= 128) return launch_lists<Logit, 16, 8>(params, stream);
+        if (experts <= 256) return launch_lists<Logit, 32, 8>(params, stream);
+        return launch_lists<Logit, 64, 8>(params, stream);
+      }
+      if (experts <= 128) return launch_lists<Logit, 16, 16>(params, stream);
+      if (experts <= 256) return launch_lists<Logit, 32, 16>(params, stream);
+      return launch_lists<Logit, 64, 16>(params, stream);
+    }
+  }
+  if (experts > 512 || top_k > 32) {
+    router_scan_kernel<Logit><<<blocks_for(params.num_tokens), 32 * kWarpsPerBlock, 0, stream>>>(params);
+    return;
+  }
+  int per_lane = 1;
+  while (32 * per_lane < experts) per_lane *= 2;
+  const auto element_bytes = static_cast<std::int64_t>(sizeof(Logit));
+  const std::int64_t bytes = per_lane * element_bytes;
+  params.vector = reads_in_vectors(params, element_bytes, per_lane, bytes < 16 ? bytes : 16);
+  switch (per_lane) {
+    case 1: return launch_heads<Logit, 1>(params, stream);
+    case 2: return launch_heads<Logit, 2>(params, stream);
+    case 4: return launch_heads<Logit, 4>(params, stream);
+    case 8: return launch_heads<Logit, 8>(params, stream);
+    default: return launch_heads<Logit, 16>(params, stream);
   }
 }
 
@@ -428,30 +638,8 @@ Status router_forward(const RouterForwardArgs& args, const Context& ctx) {
 
   const DeviceGuard guard(device->ordinal);
   const cudaStream_t stream = stream_of(ctx);
-  const int experts_per_lane = static_cast<int>(ceil_div(params.num_experts, 32));
-  with_element_type(args.logits.dtype, [&]<typename Logit>() {
-    if (experts_per_lane > 16 || params.top_k > 32) {
-      router_forward_scan_kernel<Logit>
-          <<<blocks_for(params.num_tokens), 32 * kWarpsPerBlock, 0, stream>>>(params);
-      return;
-    }
-    int per_lane = 1;
-    while (per_lane < experts_per_lane) per_lane *= 2;
-    const std::int64_t bytes = static_cast<std::int64_t>(per_lane * sizeof(Logit));
-    const std::int64_t alignment = bytes < 16 ? bytes : 16;
-    params.vector =
-        params.num_experts % per_lane == 0 &&
-        reinterpret_cast<std::uintptr_t>(params.logits) % static_cast<std::uintptr_t>(alignment) == 0 &&
-        params.logits_stride * static_cast<std::int64_t>(sizeof(Logit)) % alignment == 0;
-    switch (per_lane) {
-      case 1: launch_forward<Logit, 1>(params, stream); break;
-      case 2: launch_forward<Logit, 2>(params, stream); break;
-      case 4: launch_forward<Logit, 4>(params, stream); break;
-      case 8: launch_forward<Logit, 8>(params, stream); break;
-      default: launch_forward<Logit, 16>(params, stream); break;
-    }
-  });
-  return check_launch("router_forward_kernel");
+  with_element_type(args.logits.dtype, [&]<typename Logit>() { launch_forward<Logit>(params, stream); });
+  return check_launch("router_forward");
 }
 
 Status router_backward(const RouterBackwardArgs& args, const Context& ctx) {
@@ -478,7 +666,7 @@ Status router_backward(const RouterBackwardArgs& args, const Context& ctx) {
     router_backward_kernel<Logit>
         <<<blocks_for(params.num_tokens), 32 * kWarpsPerBlock, 0, stream_of(ctx)>>>(params);
   });
-  return check_launch("router_backward_kernel");
+  return check_launch("router_backward");
 }
 
 }  // namespace moestro::cuda

@@ -147,6 +147,8 @@ Status portable_up_weight_backward(const UpWeightBackwardArgs& args, const Devic
   question.dtype = args.x.dtype;
   question.p = problem.p;
   question.q = problem.q;
+  question.p_rows = p.extent[0];
+  question.q_rows = q.extent[0];
   question.p_stride = problem.p_stride;
   question.q_stride = problem.q_stride;
   question.m = problem.m;

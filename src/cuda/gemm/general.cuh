@@ -59,6 +59,8 @@ constexpr int kF32Threads = 256;
 constexpr int kF32TileK = 16;
 constexpr int kF32Pitch = kTileM + 4;
 
+constexpr int kF32Block = 128;  // of k, summed on its own first: long sums then lose fewer bits
+
 /// f32: each thread sums 8 x 8 outputs with fused multiply-adds, in the order of k.
 template <typename Problem, typename Epilogue>
 __global__ void __launch_bounds__(kF32Threads, 1)
@@ -90,6 +92,17 @@ __global__ void __launch_bounds__(kF32Threads, 1)
     }
   };
   float sum[8][8] = {};
+  float total[8][8] = {};
+  const auto add_block = [&] {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        total[i][j] += sum[i][j];
+        sum[i][j] = 0.0F;
+      }
+    }
+  };
   fetch(0);
   for (std::int64_t k0 = 0; k0 < tile.depth; k0 += kF32TileK) {
 #pragma unroll
@@ -120,13 +133,15 @@ __global__ void __launch_bounds__(kF32Threads, 1)
       }
     }
     __syncthreads();
+    if ((k0 + kF32TileK) % kF32Block == 0) add_block();
   }
+  add_block();
   auto* staged = reinterpret_cast<float*>(shared);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     float* target = staged + (m_at + i % 4 + 64 * (i / 4)) * kStagedPitch + n_at;
-    *reinterpret_cast<float4*>(target) = make_float4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
-    *reinterpret_cast<float4*>(target + 64) = make_float4(sum[i][4], sum[i][5], sum[i][6], sum[i][7]);
+    *reinterpret_cast<float4*>(target) = make_float4(total[i][0], total[i][1], total[i][2], total[i][3]);
+    *reinterpret_cast<float4*>(target + 64) = make_float4(total[i][4], total[i][5], total[i][6], total[i][7]);
   }
   __syncthreads();
   epilogue.template apply<kF32Threads>(tile, staged);

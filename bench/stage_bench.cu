@@ -1,0 +1,367 @@
+/// Times the stages and the layer on a GPU through the public C++ API, by CUDA Graph replay: each stage is
+/// captured several times into one graph, so that launches do not show. One JSON line a measurement.
+///
+///   moestro_stage_bench [--path auto|portable|hopper] [--shapes NAME,…] [--only router,dispatch,…]
+///
+/// Inputs are random. Small stages run on buffers that may stay in L2, as in a layer; tensors of the
+/// matrix stages are far larger than it.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "moestro/moestro.hpp"
+
+namespace {
+
+using moestro::DType;
+using moestro::LayerConfig;
+using moestro::Status;
+using moestro::TensorView;
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::fprintf(stderr, "stage_bench: %s: %s\n", what, cudaGetErrorString(error));
+  std::exit(1);
+}
+void check(const Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "stage_bench: %s\n", status.message());
+  std::exit(1);
+}
+
+__device__ unsigned hash(unsigned long long x) {
+  x ^= x >> 33;
+  x *= 0xff51afd7ed558ccdULL;
+  x ^= x >> 33;
+  x *= 0xc4ceb9fe1a85ec53ULL;
+  x ^= x >> 33;
+  return static_cast<unsigned>(x);
+}
+/// About normal: the sum of four uniforms.
+__device__ float draw(unsigned long long seed, unsigned long long i) {
+  float sum = -2.0F;
+  for (int part = 0; part < 4; ++part) sum += static_cast<float>(hash((seed * 4 + part) << 40 ^ i)) * 0x1p-32F;
+  return sum * 1.7320508F;
+}
+__global__ void fill_kernel(unsigned short* bf16, float* f32, long long count, unsigned long long seed, float scale) {
+  const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
+  for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
+    const float value = draw(seed, static_cast<unsigned long long>(i)) * scale;
+    if (bf16 != nullptr) bf16[i] = static_cast<unsigned short>(__float_as_uint(value) >> 16);
+    if (f32 != nullptr) f32[i] = value;
+  }
+}
+
+struct Memory {
+  void* take(std::size_t bytes) {
+    void* pointer = nullptr;
+    check(cudaMalloc(&pointer, bytes + 256), "cudaMalloc");
+    blocks.push_back(pointer);
+    return pointer;
+  }
+  TensorView tensor(DType dtype, std::initializer_list<std::int64_t> extents, float scale = 0.0F) {
+    TensorView view = moestro::make_view(nullptr, dtype, extents);
+    view.data = take(static_cast<std::size_t>(view.numel() * moestro::dtype_bytes(dtype)));
+    if (scale != 0.0F) {
+      fill_kernel<<<2048, 256>>>(dtype == DType::kBF16 ? static_cast<unsigned short*>(view.data) : nullptr,
+                                 dtype == DType::kF32 ? static_cast<float*>(view.data) : nullptr, view.numel(),
+                                 ++seed, scale);
+      check(cudaDeviceSynchronize(), "fill");
+    }
+    return view;
+  }
+  ~Memory() {
+    for (void* block : blocks) (void)cudaFree(block);
+  }
+  std::vector<void*> blocks;
+  unsigned long long seed = 0;
+};
+
+struct Bench {
+  moestro::Context ctx;
+  cudaStream_t stream = nullptr;
+  std::string device;
+  std::string path;
+
+  /// Median microseconds of one call.
+  double time(int calls, int replays, const std::function<Status()>& call) {
+    check(call());  // module load and first-time attributes stay out
+    check(cudaStreamSynchronize(stream), "warm-up");
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin capture");
+    for (int i = 0; i < calls; ++i) check(call());
+    check(cudaStreamEndCapture(stream, &graph), "end capture");
+    check(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
+    cudaEvent_t begin = nullptr;
+    cudaEvent_t end = nullptr;
+    check(cudaEventCreate(&begin), "event");
+    check(cudaEventCreate(&end), "event");
+    std::vector<float> times;
+    for (int i = 0; i < replays + 3; ++i) {
+      check(cudaEventRecord(begin, stream), "record");
+      check(cudaGraphLaunch(exec, stream), "replay");
+      check(cudaEventRecord(end, stream), "record");
+      check(cudaEventSynchronize(end), "synchronize");
+      float ms = 0.0F;
+      check(cudaEventElapsedTime(&ms, begin, end), "elapsed");
+      if (i >= 3) times.push_back(ms);
+    }
+    check(cudaEventDestroy(begin), "event");
+    check(cudaEventDestroy(end), "event");
+    check(cudaGraphExecDestroy(exec), "graph");
+    check(cudaGraphDestroy(graph), "graph");
+    std::sort(times.begin(), times.end());
+    return times[times.size() / 2] * 1000.0 / calls;
+  }
+
+  void report(const char* what, const char* shape, double us, double flop, double bytes) const {
+    std::printf("{\"bench\":\"stage\",\"what\":\"%s\",\"shape\":\"%s\",\"path\":\"%s\",\"us\":%.2f", what, shape,
+                path.c_str(), us);
+    if (flop > 0) std::printf(",\"tflops\":%.1f", flop / us * 1e-6);
+    if (bytes > 0) std::printf(",\"gb_per_s\":%.0f", bytes / us * 1e-3);
+    std::printf(",\"device\":\"%s\"}\n", device.c_str());
+    std::fflush(stdout);
+  }
+};
+
+void bench_router_and_dispatch(Bench& bench, bool router, bool dispatch) {
+  const struct {
+    std::int64_t num_tokens, num_experts, top_k;
+  } shapes[] = {{32768, 64, 8}, {32768, 128, 8}, {32768, 256, 16}, {32768, 512, 10}, {131072, 128, 8}};
+  for (const auto& shape : shapes) {
+    Memory memory;
+    char name[64];
+    std::snprintf(name, sizeof name, "T%lld,E%lld,K%lld", static_cast<long long>(shape.num_tokens),
+                  static_cast<long long>(shape.num_experts), static_cast<long long>(shape.top_k));
+    moestro::RouterForwardArgs forward;
+    forward.logits = memory.tensor(DType::kBF16, {shape.num_tokens, shape.num_experts}, 1.0F);
+    forward.expert_ids = memory.tensor(DType::kI32, {shape.num_tokens, shape.top_k});
+    forward.weights = memory.tensor(DType::kF32, {shape.num_tokens, shape.top_k});
+    check(moestro::router_forward(forward, bench.ctx));
+    if (router) {
+      bench.report("router_forward", name, bench.time(20, 20, [&] { return router_forward(forward, bench.ctx); }), 0,
+                   0);
+      moestro::RouterBackwardArgs backward;
+      backward.logits = forward.logits;
+      backward.expert_ids = forward.expert_ids;
+      backward.d_weights = memory.tensor(DType::kF32, {shape.num_tokens, shape.top_k}, 1.0F);
+      backward.d_logits = memory.tensor(DType::kBF16, {shape.num_tokens, shape.num_experts});
+      bench.report("router_backward", name, bench.time(20, 20, [&] { return router_backward(backward, bench.ctx); }),
+                   0, 0);
+    }
+    if (!dispatch) continue;
+    const std::int64_t num_slots = shape.num_tokens * shape.top_k;
+    moestro::DispatchArgs args;
+    args.expert_ids = forward.expert_ids;
+    args.num_experts = shape.num_experts;
+    args.index = moestro::carve_index(memory.take(moestro::index_bytes(num_slots, shape.num_experts)), num_slots,
+                                      shape.num_experts);
+    moestro::Context ctx = bench.ctx;
+    ctx.workspace_bytes = moestro::dispatch_workspace_bytes(shape.num_tokens, num_slots, shape.num_experts, ctx);
+    ctx.workspace = memory.take(ctx.workspace_bytes);
+    bench.report("dispatch_forward", name, bench.time(20, 20, [&] { return dispatch_forward(args, ctx); }), 0, 0);
+    moestro::RowWeightsArgs row_weights{forward.weights, args.index, memory.tensor(DType::kF32, {num_slots})};
+    bench.report("dispatch_row_weights", name,
+                 bench.time(20, 20, [&] { return dispatch_row_weights(row_weights, ctx); }), 0, 0);
+  }
+}
+
+struct LayerShape {
+  const char* name;
+  std::int64_t num_tokens, d_model, d_ff, num_experts, top_k;
+};
+constexpr LayerShape kLayerShapes[] = {
+    {"7B-n256", 24576, 1536, 256, 128, 8},    {"7B-n1024", 24576, 1536, 1024, 32, 2},
+    {"30B-n256", 32768, 4096, 256, 256, 16},  {"30B-n1024", 32768, 4096, 1024, 64, 4},
+    {"olmoe", 32768, 2048, 1024, 64, 8},      {"qwen3-next", 32768, 2048, 512, 512, 10},
+    {"gpt-oss-20b", 32768, 2880, 2880, 32, 4}};
+
+void bench_layer(Bench& bench, const LayerShape& shape, const std::string& only) {
+  const auto wants = [&](const char* what) { return only.empty() || only.find(what) != std::string::npos; };
+  Memory memory;
+  LayerConfig config;
+  config.num_tokens = shape.num_tokens;
+  config.d_model = shape.d_model;
+  config.d_ff = shape.d_ff;
+  config.num_experts = shape.num_experts;
+  config.top_k = shape.top_k;
+  config.dtype = DType::kBF16;
+  const std::int64_t num_slots = config.num_slots();
+  const std::int64_t width = config.h_width();
+  const DType bf16 = DType::kBF16;
+  moestro::Context ctx = bench.ctx;
+  const moestro::LayerBytes bytes = moestro::layer_bytes(config, ctx);
+  ctx.workspace_bytes = std::max(bytes.forward_workspace, bytes.backward_workspace);
+  ctx.workspace = memory.take(ctx.workspace_bytes);
+
+  moestro::RouterForwardArgs router;
+  router.logits = memory.tensor(bf16, {shape.num_tokens, shape.num_experts}, 1.0F);
+  router.expert_ids = memory.tensor(DType::kI32, {shape.num_tokens, shape.top_k});
+  router.weights = memory.tensor(DType::kF32, {shape.num_tokens, shape.top_k});
+  check(moestro::router_forward(router, ctx));
+  moestro::LayerForwardArgs forward;
+  forward.x = memory.tensor(bf16, {shape.num_tokens, shape.d_model}, 1.0F);
+  forward.expert_ids = router.expert_ids;
+  forward.weights = router.weights;
+  forward.w_up = memory.tensor(bf16, {shape.num_experts, width, shape.d_model}, 0.02F);
+  forward.w_down = memory.tensor(bf16, {shape.num_experts, shape.d_model, shape.d_ff}, 0.02F);
+  forward.y = memory.tensor(bf16, {shape.num_tokens, shape.d_model});
+  forward.saved_bytes = bytes.saved;
+  forward.saved = memory.take(bytes.saved);
+  check(moestro::layer_forward(config, forward, ctx));
+  moestro::LayerBackwardArgs backward;
+  backward.d_y = memory.tensor(bf16, {shape.num_tokens, shape.d_model}, 1.0F);
+  backward.x = forward.x;
+  backward.weights = forward.weights;
+  backward.w_up = forward.w_up;
+  backward.w_down = forward.w_down;
+  backward.saved = forward.saved;
+  backward.saved_bytes = forward.saved_bytes;
+  backward.d_x = memory.tensor(bf16, {shape.num_tokens, shape.d_model});
+  backward.d_weights = memory.tensor(DType::kF32, {shape.num_tokens, shape.top_k});
+  backward.d_w_up = memory.tensor(bf16, {shape.num_experts, width, shape.d_model});
+  backward.d_w_down = memory.tensor(bf16, {shape.num_experts, shape.d_model, shape.d_ff});
+
+  const double product = 2.0 * static_cast<double>(num_slots) * static_cast<double>(shape.d_model) *
+                         static_cast<double>(shape.d_ff);  // of one n x d matrix
+  const double row_bytes = static_cast<double>(shape.d_model) * 2;
+  const double combine_bytes = static_cast<double>(num_slots + shape.num_tokens) * row_bytes;
+  if (wants("stages")) {
+    const moestro::SavedView saved = moestro::view_saved(config, forward.saved);
+    const TensorView a = memory.tensor(bf16, {num_slots, shape.d_ff});
+    const TensorView rows = memory.tensor(bf16, {num_slots, shape.d_model});
+    const TensorView d_h = memory.tensor(bf16, {num_slots, width});
+    const TensorView a_scaled = memory.tensor(bf16, {num_slots, shape.d_ff});
+    const TensorView row_weights = memory.tensor(DType::kF32, {num_slots});
+    check(moestro::dispatch_row_weights({forward.weights, saved.index, row_weights}, ctx));
+    moestro::UpForwardArgs up;
+    up.x = forward.x;
+    up.w_up = forward.w_up;
+    up.index = saved.index;
+    up.h = saved.h;
+    up.a = a;
+    bench.report("up_forward", shape.name, bench.time(1, 8, [&] { return up_forward(up, ctx); }), 2 * product, 0);
+    moestro::DownForwardArgs down;
+    down.a = a;
+    down.w_down = forward.w_down;
+    down.index = saved.index;
+    down.y_rows = rows;
+    bench.report("down_forward", shape.name, bench.time(1, 8, [&] { return down_forward(down, ctx); }), product, 0);
+    moestro::CombineArgs combine;
+    combine.rows = rows;
+    combine.weights = forward.weights;
+    combine.index = saved.index;
+    combine.tokens = forward.y;
+    bench.report("combine_forward", shape.name, bench.time(1, 12, [&] { return combine_forward(combine, ctx); }), 0,
+                 combine_bytes);
+    moestro::DownBackwardArgs down_backward_args;
+    down_backward_args.d_y = backward.d_y;
+    down_backward_args.w_down = forward.w_down;
+    down_backward_args.h = saved.h;
+    down_backward_args.row_weights = row_weights;
+    down_backward_args.index = saved.index;
+    down_backward_args.d_h = d_h;
+    down_backward_args.a_scaled = a_scaled;
+    down_backward_args.d_weights = backward.d_weights;
+    bench.report("down_backward", shape.name,
+                 bench.time(1, 8, [&] { return down_backward(down_backward_args, ctx); }), product, 0);
+    moestro::DownWeightBackwardArgs down_weight;
+    down_weight.d_y = backward.d_y;
+    down_weight.a_scaled = a_scaled;
+    down_weight.row_weights = row_weights;
+    down_weight.index = saved.index;
+    down_weight.d_w_down = backward.d_w_down;
+    bench.report("down_weight_backward", shape.name,
+                 bench.time(1, 8, [&] { return down_weight_backward(down_weight, ctx); }), product, 0);
+    moestro::UpBackwardArgs up_backward_args;
+    up_backward_args.d_h = d_h;
+    up_backward_args.w_up = forward.w_up;
+    up_backward_args.index = saved.index;
+    up_backward_args.d_x_rows = rows;
+    bench.report("up_backward", shape.name, bench.time(1, 8, [&] { return up_backward(up_backward_args, ctx); }),
+                 2 * product, 0);
+    combine.weights = {};
+    combine.tokens = backward.d_x;
+    bench.report("combine_backward", shape.name, bench.time(1, 12, [&] { return combine_backward(combine, ctx); }),
+                 0, combine_bytes);
+    moestro::UpWeightBackwardArgs up_weight;
+    up_weight.x = forward.x;
+    up_weight.d_h = d_h;
+    up_weight.index = saved.index;
+    up_weight.d_w_up = backward.d_w_up;
+    bench.report("up_weight_backward", shape.name,
+                 bench.time(1, 8, [&] { return up_weight_backward(up_weight, ctx); }), 2 * product, 0);
+  }
+  if (wants("layer")) {
+    bench.report("layer_forward", shape.name,
+                 bench.time(1, 8, [&] { return layer_forward(config, forward, ctx); }), 3 * product, 0);
+    bench.report("layer_backward", shape.name,
+                 bench.time(1, 8, [&] { return layer_backward(config, backward, ctx); }), 6 * product, 0);
+  }
+  if (wants("host")) {
+    const auto host_us = [&](const std::function<Status()>& call) {
+      constexpr int kCalls = 20;
+      std::vector<double> times;
+      for (int i = 0; i < kCalls; ++i) {
+        check(cudaStreamSynchronize(bench.stream), "synchronize");
+        const auto begin = std::chrono::steady_clock::now();
+        check(call());
+        times.push_back(
+            std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count());
+      }
+      std::sort(times.begin(), times.end());
+      return times[kCalls / 2];
+    };
+    bench.report("host_layer_forward", shape.name, host_us([&] { return layer_forward(config, forward, ctx); }), 0,
+                 0);
+    bench.report("host_layer_backward", shape.name, host_us([&] { return layer_backward(config, backward, ctx); }),
+                 0, 0);
+  }
+}
+
+/// Is `name` one of a comma-separated list?
+bool is_listed(const std::string& list, const std::string& name) {
+  std::stringstream items(list);
+  for (std::string item; std::getline(items, item, ',');) {
+    if (item == name) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Bench bench;
+  bench.path = "auto";
+  std::string shapes = "7B-n256,30B-n1024,olmoe";
+  std::string only;
+  for (int i = 1; i + 1 < argc; i += 2) {
+    if (std::strcmp(argv[i], "--path") == 0) bench.path = argv[i + 1];
+    if (std::strcmp(argv[i], "--shapes") == 0) shapes = argv[i + 1];
+    if (std::strcmp(argv[i], "--only") == 0) only = argv[i + 1];
+  }
+  bench.ctx.backend = moestro::BackendId::kCUDA;
+  if (bench.path == "portable") bench.ctx.path = moestro::KernelPath::kPortable;
+  if (bench.path == "hopper") bench.ctx.path = moestro::KernelPath::kHopper;
+  cudaDeviceProp properties{};
+  check(cudaGetDeviceProperties(&properties, 0), "device");
+  bench.device = properties.name;
+  check(cudaStreamCreateWithFlags(&bench.stream, cudaStreamNonBlocking), "stream");
+  bench.ctx.stream = bench.stream;
+  const auto wants = [&](const char* what) { return only.empty() || only.find(what) != std::string::npos; };
+  if (wants("router") || wants("dispatch")) bench_router_and_dispatch(bench, wants("router"), wants("dispatch"));
+  if (!wants("stages") && !wants("layer") && !wants("host")) return 0;
+  for (const LayerShape& shape : kLayerShapes) {
+    if (is_listed(shapes, shape.name)) bench_layer(bench, shape, only);
+  }
+  return 0;
+}
