@@ -1,4 +1,4 @@
-/// Dispatch: both builders on every backend give the index that a stable sort gives, bit for bit.
+/// Dispatch: every builder of every backend gives the index that a stable sort gives, bit for bit.
 #include "moestro/dispatch.hpp"
 
 #include <gtest/gtest.h>
@@ -10,11 +10,15 @@
 namespace moestro::test {
 namespace {
 
-constexpr DispatchBuilder kBuilders[] = {DispatchBuilder::kAuto, DispatchBuilder::kDenseMap,
-                                         DispatchBuilder::kHistogram};
 
 class DispatchTest : public testing::TestWithParam<BackendUnderTest> {
  protected:
+  /// CUDA has no dense map (BuilderThatIsNotThereIsRefused).
+  static std::vector<DispatchBuilder> builders() {
+    if (GetParam().id == BackendId::kCUDA) return {DispatchBuilder::kAuto, DispatchBuilder::kHistogram};
+    return {DispatchBuilder::kAuto, DispatchBuilder::kDenseMap, DispatchBuilder::kHistogram};
+  }
+
   /// Builds the index of `routing` in poisoned memory, into `buffers` when given.
   IndexLists build(const Routing& routing, DispatchBuilder builder, DType id_dtype = DType::kI32,
                    Layout layout = {}, int num_threads = 2) {
@@ -51,7 +55,7 @@ class DispatchTest : public testing::TestWithParam<BackendUnderTest> {
 
   void expect_all_builders(const Routing& routing, DType id_dtype = DType::kI32, Layout layout = {}) {
     const IndexLists expected = expected_index(routing);
-    for (const DispatchBuilder builder : kBuilders) {
+    for (const DispatchBuilder builder : builders()) {
       SCOPED_TRACE(testing::Message()
                    << "builder " << static_cast<int>(builder) << " T=" << routing.num_tokens
                    << " E=" << routing.num_experts << " K=" << routing.top_k << " S=" << routing.num_slots());
@@ -60,10 +64,24 @@ class DispatchTest : public testing::TestWithParam<BackendUnderTest> {
   }
 };
 
+TEST_P(DispatchTest, BuilderThatIsNotThereIsRefused) {
+  if (GetParam().id != BackendId::kCUDA) GTEST_SKIP() << "the host backends have every builder";
+  Device& device = *GetParam().device;
+  const Routing routing{2, 2, 1, {1, 0}, {}};
+  const Tensor ids = routing.ids_on(device, DType::kI32);
+  IndexBuffers buffers(device, 2, 2);
+  DispatchArgs args;
+  args.expert_ids = ids.view();
+  args.num_experts = 2;
+  args.builder = DispatchBuilder::kDenseMap;
+  args.index = buffers.index();
+  EXPECT_EQ(dispatch_forward(args, GetParam().context()).code(), StatusCode::kUnsupported);
+}
+
 // MoEBlaze, arXiv 2601.05296, section 4: the worked example.
 TEST_P(DispatchTest, GoldenExample) {
   const Routing routing{5, 4, 2, {2, 3, 0, 1, 0, 3, 1, 2, 0, 3}, {}};
-  for (const DispatchBuilder builder : kBuilders) {
+  for (const DispatchBuilder builder : builders()) {
     const IndexLists index = build(routing, builder);
     EXPECT_EQ(index.expert_token_indices, (std::vector<std::int32_t>{1, 2, 4, 1, 3, 0, 3, 0, 2, 4}));
     EXPECT_EQ(index.expert_token_offsets, (std::vector<std::int32_t>{0, 3, 5, 7, 10}));
@@ -137,7 +155,7 @@ TEST_P(DispatchTest, BrokenTokenOffsetsStayInBounds) {
   for (const std::vector<std::int64_t>& offsets :
        {std::vector<std::int64_t>{0, 6, 2, 9}, {-5, 3, 4, 6}, {6, 0, 6, 0}, {0, 100, 200, 300}}) {
     const Routing routing{3, 4, 0, {0, 1, 2, 3, 0, 1}, offsets};
-    for (const DispatchBuilder builder : kBuilders) {
+    for (const DispatchBuilder builder : builders()) {
       const IndexLists index = build(routing, builder);
       EXPECT_LE(index.num_rows(), 6);
       for (const std::int32_t row : index.token_index_map) EXPECT_LT(row, 6);
@@ -150,7 +168,7 @@ TEST_P(DispatchTest, SameBitsForEveryNumberOfThreads) {
   Rng rng(7);
   const Routing routing = make_routing(rng, 3000, 60, 4, {.kind = RoutingKind::kZipf, .sentinels = 0.1});
   const IndexLists expected = expected_index(routing);
-  for (const DispatchBuilder builder : kBuilders) {
+  for (const DispatchBuilder builder : builders()) {
     for (const int num_threads : {1, 2, 3, 5}) {
       expect_equal(build(routing, builder, DType::kI32, {}, num_threads), expected);
     }

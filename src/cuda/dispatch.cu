@@ -2,7 +2,7 @@
 ///
 /// Slots are cut into one contiguous chunk a warp, in order. Two phases with one grid barrier between them:
 ///   count  each warp walks its chunk 32 slots at a time and ranks every slot among the chunk's slots of the
-///          same expert (kept in token_index_map); each block writes its counts an expert
+///          same expert (kept in registers, or token_index_map); each block writes its counts an expert
 ///   place  every block reads all blocks' counts, which are small and in L2, and finds by itself where each
 ///          expert and its own slots begin: row = expert's first + blocks before + warps before + rank
 /// They run as one cooperative kernel; where the device has no cooperative launch, as two kernels, of which
@@ -80,6 +80,7 @@ struct DispatchParams {
   std::int32_t id_bits;  // of num_experts, which stands for a sentinel
   std::int64_t slots_per_warp;
   bool contiguous;  // slot i's id is ids[i]
+  bool one_chunk;   // a warp's slots stay in registers
   Index index;
   void* histogram;  // [blocks, columns] of Count
   int phases;
@@ -130,7 +131,13 @@ __device__ __forceinline__ unsigned lanes_with_same(std::int32_t expert, int bit
   return peers;
 }
 
-constexpr int kAhead = 2;  // groups of 32 slots whose memory is read at once
+/// Groups of 32 slots that a warp reads at once. A chunk of no more than these stays in registers from
+/// counting to placing.
+constexpr int kGroups = 4;
+struct SlotGroups {
+  std::int32_t expert[kGroups];
+  std::int32_t rank[kGroups];
+};
 
 /// A block's shared memory. Counters of one column lie side by side, a warp's counter at [column][warp].
 struct Shared {
@@ -154,56 +161,74 @@ struct Shared {
 /// counters[e][w] becomes the number of rows that earlier warps of the block have on e; the block's counts go
 /// to the histogram, and the slots' ranks within their warp's chunk to token_index_map.
 template <typename Id, typename Count>
-__device__ void count_slots(const DispatchParams& p, const Shared& shared, bool write) {
+__device__ void count_slots(const DispatchParams& p, const Shared& shared, bool write, SlotGroups* kept) {
   const int num_warps = static_cast<int>(blockDim.x) / 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const Slots<Id> slots{p};
   const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * num_warps + warp) * p.slots_per_warp;
   const std::int64_t end = min(first + p.slots_per_warp, static_cast<std::int64_t>(p.num_slots));
+  const bool write_ranks = write && !p.one_chunk;
   for (int i = static_cast<int>(threadIdx.x); i < p.columns * shared.pitch;
        i += static_cast<int>(blockDim.x)) {
     shared.counters[i] = 0;
   }
   __syncthreads();
   std::int32_t routed = 0;
-  for (std::int64_t base = first; base < end; base += 32 * kAhead) {
-    std::int32_t expert[kAhead];
+  for (std::int64_t base = first; base < end; base += 32 * kGroups) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
+    for (int i = 0; i < kGroups; ++i) {
       const std::int64_t slot = base + 32 * i + lane;
-      expert[i] = slot < end ? slots.expert(static_cast<std::int32_t>(slot)) : p.num_experts;
+      kept->expert[i] = slot < end ? slots.expert(static_cast<std::int32_t>(slot)) : p.num_experts;
     }
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const std::int64_t slot = base + 32 * i + lane;
-      const bool valid = expert[i] < p.num_experts;
-      const unsigned peers = lanes_with_same(expert[i], p.id_bits);
+    for (int i = 0; i < kGroups; ++i) {
+      if (base + 32 * i >= end) break;
+      const std::int32_t expert = kept->expert[i];
+      const bool valid = expert < p.num_experts;
+      const unsigned peers = lanes_with_same(expert, p.id_bits);
       const int before = __popc(peers & ((1U << lane) - 1));
-      std::int32_t* counter = shared.counters + expert[i] * shared.pitch + warp;
+      std::int32_t* counter = shared.counters + expert * shared.pitch + warp;
       const std::int32_t rank = valid ? *counter + before : -1;
       __syncwarp();
       if (valid && before == 0) *counter = rank + __popc(peers);
       __syncwarp();
       routed += valid ? 1 : 0;
-      if (write && slot < end) p.index.token_index_map[slot] = rank;
+      kept->rank[i] = rank;
+      const std::int64_t slot = base + 32 * i + lane;
+      if (write_ranks && slot < end) p.index.token_index_map[slot] = rank;
     }
   }
   routed = __reduce_add_sync(kFullWarp, routed);
   if (lane == 0) shared.counters[p.num_experts * shared.pitch + warp] = routed;
   __syncthreads();
+  // Scan over the warps: a warp takes columns, lane w the counter of warp w, four columns at a time.
   Count* counts = static_cast<Count*>(p.histogram) + static_cast<std::int64_t>(blockIdx.x) * p.columns;
-  for (int column = warp; column < p.columns; column += num_warps) {
-    std::int32_t* counter = shared.counters + column * shared.pitch + lane;
-    const std::int32_t count = lane < num_warps ? *counter : 0;
-    std::int32_t inclusive = count;
+  constexpr int kAtOnce = 4;
+  for (int start = warp; start < p.columns; start += kAtOnce * num_warps) {
+    std::int32_t count[kAtOnce];
+    std::int32_t inclusive[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int column = start + i * num_warps;
+      count[i] = column < p.columns && lane < num_warps ? shared.counters[column * shared.pitch + lane] : 0;
+      inclusive[i] = count[i];
+    }
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
-      const std::int32_t other = __shfl_up_sync(kFullWarp, inclusive, offset);
-      if (lane >= offset) inclusive += other;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const std::int32_t other = __shfl_up_sync(kFullWarp, inclusive[i], offset);
+        if (lane >= offset) inclusive[i] += other;
+      }
     }
-    if (lane < num_warps) *counter = inclusive - count;
-    if (write && lane == 31) counts[column] = static_cast<Count>(inclusive);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int column = start + i * num_warps;
+      if (column >= p.columns) break;
+      if (lane < num_warps) shared.counters[column * shared.pitch + lane] = inclusive[i] - count[i];
+      if (write && lane == 31) counts[column] = static_cast<Count>(inclusive[i]);
+    }
   }
   __syncthreads();
 }
@@ -230,13 +255,22 @@ __device__ void read_histogram(const DispatchParams& p, const Shared& shared) {
     if (pair < pairs && range < ranges) {
       const auto* column = static_cast<const Pair*>(p.histogram) + pair;
       const int end = min(num_blocks, (range + 1) * per_range);
-#pragma unroll 8
-      for (int b = range * per_range; b < end; ++b) {
-        const Pair count = column[static_cast<std::int64_t>(b) * pairs];
-        sum.x += b < here ? static_cast<std::int32_t>(count.low) : 0;
-        sum.y += b < here ? static_cast<std::int32_t>(count.high) : 0;
-        sum.z += static_cast<std::int32_t>(count.low);
-        sum.w += static_cast<std::int32_t>(count.high);
+      constexpr int kInFlight = sizeof(Count) == 2 ? 12 : 6;
+      for (int start_block = range * per_range; start_block < end; start_block += kInFlight) {
+        Pair count[kInFlight];
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+          if (start_block + i < end) count[i] = column[static_cast<std::int64_t>(start_block + i) * pairs];
+        }
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+          const int b = start_block + i;
+          if (b >= end) break;
+          sum.x += b < here ? static_cast<std::int32_t>(count[i].low) : 0;
+          sum.y += b < here ? static_cast<std::int32_t>(count[i].high) : 0;
+          sum.z += static_cast<std::int32_t>(count[i].low);
+          sum.w += static_cast<std::int32_t>(count[i].high);
+        }
       }
     }
     partial[thread] = sum;
@@ -279,7 +313,8 @@ __device__ void scan_experts(const DispatchParams& p, const Shared& shared) {
     __syncthreads();
     unsigned long long before = carry;
     unsigned long long all = carry;
-    for (int w = 0; w < num_warps; ++w) {
+    const int busy_warps = min(num_warps, (p.num_experts - base + 31) / 32);
+    for (int w = 0; w < busy_warps; ++w) {
       if (w < warp) before += warp_sums[w];
       all += warp_sums[w];
     }
@@ -332,7 +367,7 @@ __device__ void write_tables(const DispatchParams& p, const Shared& shared) {
 }
 
 template <typename Id>
-__device__ void place_slots(const DispatchParams& p, const Shared& shared) {
+__device__ void place_slots(const DispatchParams& p, const Shared& shared, SlotGroups* kept) {
   const int num_warps = static_cast<int>(blockDim.x) / 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -341,32 +376,33 @@ __device__ void place_slots(const DispatchParams& p, const Shared& shared) {
   const std::int64_t end = min(first + p.slots_per_warp, static_cast<std::int64_t>(p.num_slots));
   std::int32_t routed =
       shared.column_base[p.num_experts] + shared.counters[p.num_experts * shared.pitch + warp];
-  for (std::int64_t start = first; start < end; start += 32 * kAhead) {
-    std::int32_t expert[kAhead];
-    std::int32_t rank[kAhead];
+  for (std::int64_t start = first; start < end; start += 32 * kGroups) {
+    if (!p.one_chunk) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const std::int64_t slot = start + 32 * i + lane;
-      expert[i] = p.num_experts;
-      rank[i] = 0;
-      if (slot < end) {
-        expert[i] = slots.expert(static_cast<std::int32_t>(slot));
-        rank[i] = p.index.token_index_map[slot];
+      for (int i = 0; i < kGroups; ++i) {
+        const std::int64_t slot = start + 32 * i + lane;
+        kept->expert[i] = p.num_experts;
+        if (slot < end) {
+          kept->expert[i] = slots.expert(static_cast<std::int32_t>(slot));
+          kept->rank[i] = p.index.token_index_map[slot];
+        }
       }
     }
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
+    for (int i = 0; i < kGroups; ++i) {
+      if (start + 32 * i >= end) break;
       const auto slot = static_cast<std::int32_t>(start + 32 * i + lane);
-      const bool valid = expert[i] < p.num_experts;
+      const std::int32_t expert = kept->expert[i];
+      const bool valid = expert < p.num_experts;
+      std::int32_t row = -1;
       if (valid) {
-        const std::int32_t row =
-            shared.column_base[expert[i]] + shared.counters[expert[i] * shared.pitch + warp] + rank[i];
-        p.index.token_index_map[slot] = row;
+        row = shared.column_base[expert] + shared.counters[expert * shared.pitch + warp] + kept->rank[i];
         p.index.expert_token_indices[row] = slots.token(slot);
       }
+      if (slot < end) p.index.token_index_map[slot] = row;
       if (p.index.token_expert_indices != nullptr) {
         const unsigned ballot = __ballot_sync(kFullWarp, valid);
-        if (valid) p.index.token_expert_indices[routed + __popc(ballot & ((1U << lane) - 1))] = expert[i];
+        if (valid) p.index.token_expert_indices[routed + __popc(ballot & ((1U << lane) - 1))] = expert;
         routed += __popc(ballot);
       }
     }
@@ -385,12 +421,13 @@ template <typename Id, typename Count>
 __global__ void __launch_bounds__(32 * kMaxWarps) dispatch_kernel(const __grid_constant__ DispatchParams p) {
   extern __shared__ __align__(16) std::int32_t words[];
   const Shared shared(words, p.columns, static_cast<int>(blockDim.x) / 32);
-  count_slots<Id, Count>(p, shared, (p.phases & kCount) != 0);
+  SlotGroups kept;
+  count_slots<Id, Count>(p, shared, (p.phases & kCount) != 0, &kept);
   if (p.phases == kBothPhases) cooperative_groups::this_grid().sync();
   if ((p.phases & kPlace) != 0) {
     read_histogram<Count>(p, shared);
     scan_experts(p, shared);
-    place_slots<Id>(p, shared);
+    place_slots<Id>(p, shared, &kept);
     write_tables(p, shared);
   }
 }
@@ -473,6 +510,7 @@ Status dispatch_forward(const DispatchArgs& args, const Context& ctx) {
   params.slots_per_warp = plan.slots_per_warp;
   params.contiguous =
       ragged ? params.stride_token == 1 : params.stride_choice == 1 && params.stride_token == params.top_k;
+  params.one_chunk = plan.slots_per_warp <= 32 * kGroups;
   params.index = args.index;
   params.histogram = ctx.workspace;
 

@@ -8,7 +8,9 @@ namespace {
 
 // Shapes of gemm/tile.cuh, which states them for the device; plan_test and the launchers hold them equal.
 constexpr std::int64_t kTile = 128;
-constexpr std::size_t kStageBytes = 32768;
+constexpr std::int64_t kStepK = 32;
+constexpr std::size_t kStageBytes = 16384;
+constexpr std::size_t kMaxStages = 6;
 constexpr std::size_t kStagedSumsBytes = 128 * (128 + 8) * 4;
 constexpr std::int64_t kMaxChunks = 0xffffffffLL;  // the fast loop counts a matrix's chunks in 32 bits
 constexpr std::size_t kReservedPerBlock = 1024;    // of shared memory, by the runtime
@@ -21,13 +23,13 @@ bool aligned(const void* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
 }
 
-/// Two blocks on an SM hide each other's epilogues; three stages hide memory best. Where both do not fit,
-/// two blocks come first, then three stages.
+/// Two blocks on an SM hide each other's epilogues: as deep a ring as lets two fit, else as one block can
+/// have.
 int ring_stages(const Device& device) {
-  const auto fits = [&](std::size_t bytes) { return 2 * (bytes + kReservedPerBlock) <= device.smem_per_sm; };
-  if (fits(3 * kStageBytes)) return 3;
-  if (fits(kStagedSumsBytes)) return 2;
-  return 3 * kStageBytes <= device.smem_per_block ? 3 : 2;
+  const std::size_t half = device.smem_per_sm / 2 - kReservedPerBlock;
+  const std::size_t room = half >= kStagedSumsBytes ? half : device.smem_per_block;
+  const std::size_t stages = room / kStageBytes;
+  return static_cast<int>(stages < kMaxStages ? stages : kMaxStages);
 }
 
 GemmPlan finish(DType dtype, const char* obstacle, const Device& device, GemmPlan plan) {
@@ -76,6 +78,9 @@ GemmPlan plan_rows(const RowsQuestion& question, const Device& device) {
       obstacle = "weight rows are not 16-byte aligned";
     if (question.columns % 8 != 0) obstacle = "the output's extent is not a multiple of 8";
     if (question.interleaved_j) obstacle = "gate and up interleave along the weight's contiguous axis";
+    if (question.interleaved_k && question.depth % (2 * kStepK) != 0) {
+      obstacle = "gate and up interleave and n is not a multiple of 32";
+    }
   }
   return finish(question.dtype, obstacle, device, plan);
 }
@@ -101,11 +106,11 @@ void describe_plan(const GemmPlan& plan, char* text, std::size_t size) {
   const auto blocks = static_cast<long long>(plan.blocks);
   switch (plan.loop) {
     case MainLoop::kFast:
-      std::snprintf(text, size, "fast 128x128x64, %d stages, %zu B shared, %lld blocks", plan.stages,
+      std::snprintf(text, size, "fast 128x128x32, %d stages, %zu B shared, %lld blocks", plan.stages,
                     plan.smem_bytes, blocks);
       return;
     case MainLoop::kGeneral:
-      std::snprintf(text, size, "general 128x128x64 (%s), %lld blocks", plan.obstacle, blocks);
+      std::snprintf(text, size, "general 128x128x32 (%s), %lld blocks", plan.obstacle, blocks);
       return;
     case MainLoop::kF32: std::snprintf(text, size, "f32 128x128x16, %lld blocks", blocks); return;
   }

@@ -59,7 +59,7 @@ struct OuterQuestion {
 };
 GemmPlan plan_outer(const OuterQuestion& question, const Device& device);
 
-/// "fast 128x128x64, 3 stages, 98304 B, 2048 blocks" or "general (k is not a multiple of 8), …".
+/// "fast 128x128x32, 6 stages, 98304 B shared, 2048 blocks" or "general (k is not a multiple of 8), …".
 void describe_plan(const GemmPlan& plan, char* text, std::size_t size);
 
 }  // namespace moestro::cuda

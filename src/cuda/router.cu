@@ -188,8 +188,6 @@ struct ListKeys {
   }
 };
 
-constexpr int kLanesPerToken = 8;
-
 /// exp2, for arguments that are at most 0.
 __device__ __forceinline__ float fast_exp2(float x) {
   float result;
@@ -197,14 +195,14 @@ __device__ __forceinline__ float fast_exp2(float x) {
   return result;
 }
 
-/// Up to 8 * kPerLane experts and kList choices. Lane g of a token's eight owns chunks g, g + 8, … of
-/// eight logits each.
-template <typename Logit, int kPerLane, int kList>
+/// Up to kLanesPerToken * kPerLane experts and kList choices. Lane g of a token's owns every
+/// kLanesPerToken-th chunk of eight logits, from chunk g on. Fewer lanes a token merge fewer lists twice;
+/// more of them keep a large row out of too many registers.
+template <typename Logit, int kLanesPerToken, int kPerLane, int kList>
 __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     router_lists_kernel(const __grid_constant__ RouterForward p) {
   static_assert(kPerLane % kList == 0 && kPerLane % 8 == 0);
   using Keys = ListKeys<Logit>;
-  constexpr std::int32_t kNone = static_cast<std::int32_t>(0x80000000U);  // below every real key
   const int lane = static_cast<int>(threadIdx.x) % kLanesPerToken;
   const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * (32 * kWarpsPerBlock / kLanesPerToken) +
                              threadIdx.x / kLanesPerToken;
@@ -250,7 +248,8 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
   for (int i = 0; i < kPerLane; ++i) {
     const int e = (i / 8 * kLanesPerToken + lane) * 8 + i % 8;
     const std::uint32_t upper = i % 2 == 0 ? word[i / 2] << 16 : word[i / 2] & 0xffff0000U;
-    key[i] = e < p.num_experts ? Keys::make(upper, e) : kNone;
+    // Past the last expert there is -infinity with a higher id: below every real key, and K <= E.
+    key[i] = Keys::make(upper, e);
   }
 #pragma unroll
   for (int list = 0; list < kPerLane / kList; ++list) {
@@ -279,7 +278,7 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     sort_bitonic<kList>(key);
   }
 
-  // Now all eight lanes hold the same list. Scores relative to the largest logit, in base 2.
+  // Now all lanes of a token hold the same list. Scores relative to the largest logit, in base 2.
   constexpr float kLog2E = 1.4426950408889634F;
   const bool softmax = p.config.score == RouterScore::kSoftmax;
   const float largest = Keys::value(key[0]);
@@ -298,7 +297,7 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     }
     total = sum;
   }
-  constexpr int kMine = kList / kLanesPerToken;  // choices that a lane writes: lane, lane + 8
+  constexpr int kMine = kList / kLanesPerToken;  // choices that a lane writes: lane, lane + kLanesPerToken, …
   std::int32_t mine[kMine];
   float score[kMine];
   float chosen_sum = 0.0F;
@@ -513,16 +512,20 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
   float mean = 0.0F;
   if (p.config.renormalize) {
     float sum = 0.0F;
-    float weighted = 0.0F;
     for (int k = lane; k < p.top_k; k += 32) {
       const int e = ids[k];
       if (!is_expert(e)) continue;
       const float score = score_at(e);
       sum += score;
-      weighted += d_weights[k] * score;
     }
     divisor = warp_sum(sum) + p.config.epsilon;
-    mean = divisor == 0.0F ? 0.0F : warp_sum(weighted) / divisor;
+    // Each share is divided on its own: the only choice's is 1, and its gradient exactly 0.
+    float weighted = 0.0F;
+    for (int k = lane; k < p.top_k && divisor != 0.0F; k += 32) {
+      const int e = ids[k];
+      if (is_expert(e)) weighted += d_weights[k] * (score_at(e) / divisor);
+    }
+    mean = warp_sum(weighted);
   }
   const float factor = divisor == 0.0F ? 0.0F : p.config.scale / divisor;
   float projection = 0.0F;
@@ -564,11 +567,12 @@ void launch_heads(const RouterForward& params, cudaStream_t stream) {
   }
 }
 
-template <typename Logit, int kPerLane, int kList>
+template <typename Logit, int kLanesPerToken, int kPerLane, int kList>
 void launch_lists(const RouterForward& params, cudaStream_t stream) {
   const auto blocks =
       static_cast<unsigned>(ceil_div(params.num_tokens, 32 * kWarpsPerBlock / kLanesPerToken));
-  router_lists_kernel<Logit, kPerLane, kList><<<blocks, 32 * kWarpsPerBlock, 0, stream>>>(params);
+  router_lists_kernel<Logit, kLanesPerToken, kPerLane, kList>
+      <<<blocks, 32 * kWarpsPerBlock, 0, stream>>>(params);
 }
 
 /// Can rows be read in vectors of `bytes` that hold `count` logits?
@@ -587,14 +591,15 @@ void launch_forward(RouterForward params, cudaStream_t stream) {
     if (params.selection_bias == nullptr && experts <= 512 && top_k <= 16) {
       params.vector = reads_in_vectors(params, 2, 8, 16);
       if (top_k <= 8) {
-        if (experts <= 64) return launch_lists<Logit, 8, 8>(params, stream);
-        if (experts <= 128) return launch_lists<Logit, 16, 8>(params, stream);
-        if (experts <= 256) return launch_lists<Logit, 32, 8>(params, stream);
-        return launch_lists<Logit, 64, 8>(params, stream);
+        if (experts <= 64) return launch_lists<Logit, 4, 16, 8>(params, stream);
+        if (experts <= 128) return launch_lists<Logit, 4, 32, 8>(params, stream);
+        if (experts <= 256) return launch_lists<Logit, 8, 32, 8>(params, stream);
+        return launch_lists<Logit, 8, 64, 8>(params, stream);
       }
-      if (experts <= 128) return launch_lists<Logit, 16, 16>(params, stream);
-      if (experts <= 256) return launch_lists<Logit, 32, 16>(params, stream);
-      return launch_lists<Logit, 64, 16>(params, stream);
+      if (experts <= 64) return launch_lists<Logit, 4, 16, 16>(params, stream);
+      if (experts <= 128) return launch_lists<Logit, 4, 32, 16>(params, stream);
+      if (experts <= 256) return launch_lists<Logit, 4, 64, 16>(params, stream);
+      return launch_lists<Logit, 8, 64, 16>(params, stream);
     }
   }
   if (experts > 512 || top_k > 32) {

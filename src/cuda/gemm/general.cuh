@@ -17,7 +17,6 @@ __global__ void __launch_bounds__(kFastThreads, 2)
   if (!problem.locate(blockIdx.x, &tile)) return;
   const int thread = static_cast<int>(threadIdx.x);
   WarpTile<T, Major::kAlongK, Major::kAlongK> warp;
-  constexpr std::uint32_t kOperandBytes = kStageBytes / 2;
   const auto store = [](std::uint32_t operand, int row, int k, T value) {
     unsigned char* chunk = shared + operand + chunk_offset<Major::kAlongK>(row, k / 8);
     reinterpret_cast<T*>(chunk)[k % 8] = value;
@@ -28,13 +27,13 @@ __global__ void __launch_bounds__(kFastThreads, 2)
 #pragma unroll 8
     for (int i = 0; i < kTileK; ++i) {
       const int k = Problem::kAContiguousAlongK ? thread % kTileK : i;
-      const int m = Problem::kAContiguousAlongK ? thread / kTileK + 2 * i : thread;
+      const int m = Problem::kAContiguousAlongK ? thread / kTileK + kFastThreads / kTileK * i : thread;
       store(0, m, k, problem.template load_a<T>(tile, m, k0 + k));
     }
 #pragma unroll 8
     for (int i = 0; i < kTileK; ++i) {
       const int k = b_along_k ? thread % kTileK : i;
-      const int n = b_along_k ? thread / kTileK + 2 * i : thread;
+      const int n = b_along_k ? thread / kTileK + kFastThreads / kTileK * i : thread;
       store(kOperandBytes, n, k, problem.template load_b<T>(tile, n, k0 + k));
     }
     __syncthreads();

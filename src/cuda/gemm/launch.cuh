@@ -53,7 +53,11 @@ Status launch_outer(const GemmPlan& plan, const OuterProblem& problem, const Epi
       return launch("general_kernel", general_kernel<T, OuterProblem, Epilogue>, plan, ordinal, stream,
                     problem, epilogue);
     }
-    return launch("outer_fast_kernel", outer_fast_kernel<T, Epilogue>, plan, ordinal, stream, problem,
+    if (problem.gather_p) {
+      return launch("outer_fast_kernel", outer_fast_kernel<T, true, Epilogue>, plan, ordinal, stream, problem,
+                    epilogue, plan.stages);
+    }
+    return launch("outer_fast_kernel", outer_fast_kernel<T, false, Epilogue>, plan, ordinal, stream, problem,
                   epilogue, plan.stages);
   }
 }

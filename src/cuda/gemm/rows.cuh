@@ -75,15 +75,6 @@ struct RowsProblem {
     return k < interleaved_k ? 2 * k : 2 * (k - interleaved_k) + 1;
   }
 
-  // B along k in the fast loop, in chunks of eight elements: from one tile column to the next, and from a
-  // gate row to its up row.
-  __device__ __forceinline__ std::uint32_t fast_b_spread() const {
-    return static_cast<std::uint32_t>(b_stride_j >> 3) * (mode == Columns::kGated && interleaved_j ? 2U : 1U);
-  }
-  __device__ __forceinline__ std::uint32_t fast_b_plane() const {
-    return static_cast<std::uint32_t>((interleaved_j ? 1 : columns) * (b_stride_j >> 3));
-  }
-
   // Single elements, for the general main loops.
   static constexpr bool kAContiguousAlongK = true;
   __device__ __forceinline__ bool b_contiguous_along_k() const { return b_stride_k == 1; }

@@ -1,4 +1,4 @@
-/// The portable matrix kernels' tile: 128 x 128 outputs of one expert, summed over k in steps of 64.
+/// The portable matrix kernels' tile: 128 x 128 outputs of one expert, summed over k in steps of 32.
 ///
 /// A tile is made by one of three main loops (fast.cuh: tensor cores, 16-byte copies; general.cuh: tensor
 /// cores or f32 arithmetic, any strides and addresses) and always ends the same way: the f32 sums go to
@@ -14,7 +14,7 @@ namespace moestro::cuda::gemm {
 
 constexpr int kTileM = 128;
 constexpr int kTileN = 128;
-constexpr int kTileK = 64;
+constexpr int kTileK = 32;
 
 /// Floats from one row of the staged sums to the next; 8 banks apart, so that fragments store without
 /// conflicts.

@@ -1,9 +1,9 @@
 /// A warp's 64 x 64 part of a tile on the tensor cores: fragments, sums, and their way to shared memory.
 ///
-/// Operands lie in shared memory in one of two layouts, 16-byte chunks permuted within 128 bytes so that
-/// both the copies in and ldmatrix out touch every bank once:
-///   kAlongK   [128 rows of m or n][64 of k]   chunk c of row r at slot c ^ (r % 8)
-///   kAlongMN  [64 of k][128 of m or n]        chunk c of row k at slot c ^ (k % 8)
+/// Operands lie in shared memory in one of two layouts, 16-byte chunks permuted so that both the copies in
+/// and ldmatrix out touch every bank once:
+///   kAlongK   [128 rows of m or n][32 of k]   chunk c of row r at slot c ^ (r / 2 % 4)
+///   kAlongMN  [32 of k][128 of m or n]        chunk c of row k at slot c ^ (k % 8)
 #pragma once
 
 #include "cuda/device/ptx.cuh"
@@ -13,15 +13,18 @@ namespace moestro::cuda::gemm {
 
 enum class Major { kAlongK, kAlongMN };
 
-constexpr int kFastThreads = 128;  // four warps, two by two
+constexpr int kFastThreads = 128;               // four warps, two by two
+constexpr int kOperandBytes = kStageBytes / 2;  // of one operand in a stage
+constexpr int kRowBytes = kTileK * 2;           // kAlongK
+constexpr int kPlaneBytes = kTileN * 2;         // kAlongMN: one k
 
 /// Byte offset of 16-byte chunk `chunk` of row `row` of an operand's part of a stage.
 template <Major kMajor>
 __device__ __forceinline__ std::uint32_t chunk_offset(int row, int chunk) {
   if constexpr (kMajor == Major::kAlongK) {
-    return static_cast<std::uint32_t>(row * 128 + ((chunk ^ (row & 7)) << 4));
+    return static_cast<std::uint32_t>(row * kRowBytes + ((chunk ^ (row >> 1 & 3)) << 4));
   } else {
-    return static_cast<std::uint32_t>(row * 256 + ((chunk ^ (row & 7)) << 4));
+    return static_cast<std::uint32_t>(row * kPlaneBytes + ((chunk ^ (row & 7)) << 4));
   }
 }
 
@@ -36,10 +39,10 @@ struct LanePlace {
   __device__ __forceinline__ LanePlace(int warp_mn0, int k_half, int mn_half) {
     const int lane_row = static_cast<int>(threadIdx.x) % 8;
     if constexpr (kMajor == Major::kAlongK) {
-      row = static_cast<std::uint32_t>((warp_mn0 + mn_half * 8 + lane_row) * 128);
-      swizzle = static_cast<std::uint32_t>((k_half ^ lane_row) << 4);
+      row = static_cast<std::uint32_t>((warp_mn0 + mn_half * 8 + lane_row) * kRowBytes);
+      swizzle = static_cast<std::uint32_t>((k_half ^ (lane_row >> 1)) << 4);
     } else {
-      row = static_cast<std::uint32_t>((k_half * 8 + lane_row) * 256 + warp_mn0 * 2);
+      row = static_cast<std::uint32_t>((k_half * 8 + lane_row) * kPlaneBytes + warp_mn0 * 2);
       swizzle = static_cast<std::uint32_t>((mn_half ^ lane_row) << 4);
     }
   }
@@ -47,11 +50,13 @@ struct LanePlace {
   __device__ __forceinline__ void load(std::uint32_t operand, int fragment, int step,
                                        std::uint32_t (&registers)[4]) const {
     if constexpr (kMajor == Major::kAlongK) {
-      load_matrices(operand + row + (swizzle ^ static_cast<std::uint32_t>(step << 5)) + fragment * 2048,
-                    registers);
+      load_matrices(
+          operand + row + (swizzle ^ static_cast<std::uint32_t>(step << 5)) + fragment * 16 * kRowBytes,
+          registers);
     } else {
       load_matrices_transposed(
-          operand + row + (swizzle ^ static_cast<std::uint32_t>(fragment << 5)) + step * 4096, registers);
+          operand + row + (swizzle ^ static_cast<std::uint32_t>(fragment << 5)) + step * 16 * kPlaneBytes,
+          registers);
     }
   }
 };

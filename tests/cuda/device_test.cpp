@@ -1,0 +1,281 @@
+/// What only a GPU can get wrong: streams, graphs, devices, large offsets, and shapes large enough for many
+/// tiles. Every test runs on the portable kernels and on whatever the backend chooses by itself.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <thread>
+
+#include "moestro/backend.hpp"
+#include "support/backend_suite.hpp"
+
+namespace moestro::test {
+namespace {
+
+std::vector<BackendUnderTest> cuda_backends() {
+  std::vector<BackendUnderTest> list;
+  for (const BackendUnderTest& backend : backends_under_test()) {
+    if (backend.id == BackendId::kCUDA) list.push_back(backend);
+  }
+  return list;
+}
+
+#define EXPECT_CUDA(expression) EXPECT_EQ(expression, cudaSuccess)
+
+class CudaDeviceTest : public BackendSuite {
+ protected:
+  cudaStream_t stream() const { return static_cast<cudaStream_t>(device().stream()); }
+};
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaDeviceTest);
+INSTANTIATE_TEST_SUITE_P(Backend, CudaDeviceTest, testing::ValuesIn(cuda_backends()),
+                         [](const auto& info) { return info.param.name; });
+
+LayerConfig bf16_config() {
+  LayerConfig config;
+  config.dtype = DType::kBF16;
+  config.has_b_up = config.has_b_down = true;
+  return config;
+}
+
+void copy(const TensorView& to, const TensorView& from) {
+  const auto bytes = static_cast<std::size_t>(from.numel() * dtype_bytes(from.dtype));
+  EXPECT_CUDA(cudaMemcpy(to.data, from.data, bytes, cudaMemcpyDefault));
+}
+
+// A graph captured once serves every later batch: nothing about the routing is baked into it.
+TEST_P(CudaDeviceTest, GraphReplaysWithOtherData) {
+  const Shape shape{300, 64, 96, 8, 3};
+  LayerRun captured(backend(), random_problem(7000, shape, bf16_config(), {.kind = RoutingKind::kOneExpert}));
+  captured.run();  // attributes are set outside the capture
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  EXPECT_CUDA(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
+  MOESTRO_EXPECT_OK(captured.forward());
+  MOESTRO_EXPECT_OK(captured.backward());
+  ASSERT_EQ(cudaStreamEndCapture(stream(), &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+  const RoutingKind kinds[] = {RoutingKind::kUniform, RoutingKind::kHalfEmpty, RoutingKind::kZipf};
+  for (int batch = 0; batch < 3; ++batch) {
+    LayerRun direct(backend(), random_problem(7001 + static_cast<std::uint64_t>(batch), shape, bf16_config(),
+                                              {.kind = kinds[batch], .sentinels = 0.1 * batch}));
+    direct.run();
+    const LayerForwardArgs to = captured.forward_args();
+    const LayerForwardArgs from = direct.forward_args();
+    copy(to.x, from.x);
+    copy(to.expert_ids, from.expert_ids);
+    copy(to.weights, from.weights);
+    copy(to.w_up, from.w_up);
+    copy(to.w_down, from.w_down);
+    copy(to.b_up, from.b_up);
+    copy(to.b_down, from.b_down);
+    copy(captured.backward_args().d_y, direct.backward_args().d_y);
+    captured.poison_workspaces();
+    EXPECT_CUDA(cudaGraphLaunch(executable, stream()));
+    EXPECT_CUDA(cudaStreamSynchronize(stream()));
+    EXPECT_EQ(captured.output_bytes(), direct.output_bytes()) << "batch " << batch;
+  }
+  EXPECT_CUDA(cudaGraphExecDestroy(executable));
+  EXPECT_CUDA(cudaGraphDestroy(graph));
+}
+
+// Work on a private stream neither touches the default stream nor waits for it.
+TEST_P(CudaDeviceTest, RunsWhileTheDefaultStreamIsBlocked) {
+  LayerRun run(backend(), random_problem(7010, {200, 64, 64, 4, 2}, bf16_config()));
+  const std::vector<unsigned char> expected = (run.run(), run.output_bytes());
+  static std::atomic<bool> release{false};
+  release = false;
+  EXPECT_CUDA(cudaLaunchHostFunc(
+      nullptr,
+      [](void*) {
+        while (!release) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      },
+      nullptr));
+  std::atomic<bool> done{false};
+  std::atomic<bool> late{false};
+  std::thread watchdog([&] {  // a call that waits for the default stream would wait for ever
+    for (int i = 0; i < 20000 && !done; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    late = !done;
+    if (late) release = true;
+  });
+  MOESTRO_EXPECT_OK(run.forward());
+  MOESTRO_EXPECT_OK(run.backward());
+  EXPECT_CUDA(cudaStreamSynchronize(stream()));
+  done = true;
+  watchdog.join();
+  EXPECT_FALSE(late) << "the layer waited for the default stream";
+  release = true;
+  EXPECT_CUDA(cudaStreamSynchronize(nullptr));
+  EXPECT_EQ(run.output_bytes(), expected);
+}
+
+TEST_P(CudaDeviceTest, TwentyRunsOfManyTilesGiveTheSameBits) {
+  LayerConfig config = bf16_config();
+  LayerRun run(backend(),
+               random_problem(7020, {3000, 256, 192, 16, 4}, config, {.kind = RoutingKind::kZipf}));
+  run.run();
+  const std::vector<unsigned char> first = run.output_bytes();
+  for (int repeat = 1; repeat < 20; ++repeat) {
+    run.poison_workspaces();
+    MOESTRO_EXPECT_OK(run.forward());
+    MOESTRO_EXPECT_OK(run.backward());
+    ASSERT_EQ(run.output_bytes(), first) << "repeat " << repeat;
+  }
+}
+
+double relative_error(const Array& actual, const Array& expected) {
+  double error = 0;
+  double scale = 0;
+  for (std::size_t i = 0; i < expected.values.size(); ++i) {
+    const double difference = actual.values[i] - expected.values[i];
+    error += difference * difference;
+    scale += expected.values[i] * expected.values[i];
+  }
+  return scale == 0 ? std::sqrt(error) : std::sqrt(error / scale);
+}
+
+// Extents of real models, few of them round. The CPU backend in f32 (tested against the reference) is quick
+// enough to say what is right.
+TEST_P(CudaDeviceTest, ExtentsOfRealModels) {
+  if (find_backend(BackendId::kCPU) == nullptr) GTEST_SKIP() << "needs the CPU backend";
+  const BackendUnderTest cpu{"cpu", BackendId::kCPU, KernelPath::kAuto, &host_device()};
+  const Shape shapes[] = {{130, 2304, 704, 40, 1},   {70, 2688, 1408, 60, 6}, {50, 2816, 1792, 72, 10},
+                          {40, 2880, 1856, 160, 12}, {300, 2880, 2880, 4, 2}, {33, 512, 704, 384, 12},
+                          {17, 1025, 65, 512, 10},   {64, 264, 136, 8, 8},    {1, 2304, 1408, 40, 6},
+                          {260, 72, 40, 6, 6},       {129, 64, 96, 3, 0}};
+  std::uint64_t seed = 7100;
+  for (const Shape& shape : shapes) {
+    for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+      LayerConfig config;
+      config.dtype = dtype;
+      config.gate_layout = kAllGateLayouts[seed % 2];
+      config.weight_position = kAllWeightPositions[seed / 2 % 2];
+      config.has_b_up = seed % 3 != 0;
+      config.has_b_down = seed % 3 != 1;
+      LayerProblem problem =
+          random_problem(seed, shape, config, {.kind = kAllRoutingKinds[seed % 4], .sentinels = 0.05});
+      ++seed;
+      SCOPED_TRACE(describe(problem.config));
+      RunOptions options;
+      options.matrices.transposed = seed % 4 == 0;
+      options.num_threads = 8;
+      const LayerResult actual = run_layer(backend(), problem, options);
+      const LayerResult expected = run_layer(cpu, with_dtype(problem, DType::kF32), options);
+      // Storage roundings of H, A and Y add up; a wrong element anywhere is of order 1.
+      const double limit = dtype == DType::kBF16 ? 1.5e-2 : dtype == DType::kF16 ? 2e-3 : 1e-5;
+      EXPECT_LT(relative_error(actual.y, expected.y), limit);
+      EXPECT_LT(relative_error(actual.d_x, expected.d_x), limit);
+      EXPECT_LT(relative_error(actual.d_weights, expected.d_weights), limit);
+      EXPECT_LT(relative_error(actual.d_w_up, expected.d_w_up), limit);
+      EXPECT_LT(relative_error(actual.d_w_down, expected.d_w_down), limit);
+      EXPECT_LT(relative_error(actual.d_b_up, expected.d_b_up), limit);
+      EXPECT_LT(relative_error(actual.d_b_down, expected.d_b_down), limit);
+    }
+  }
+}
+
+/// The tokens [first, first + count) of a problem.
+LayerProblem slice(const LayerProblem& problem, std::int64_t first, std::int64_t count) {
+  const auto rows = [&](const Array& array) {
+    Array part = array;
+    const std::int64_t width = array.size() / array.extent(0);
+    part.shape[0] = count;
+    part.values.assign(array.values.begin() + first * width, array.values.begin() + (first + count) * width);
+    return part;
+  };
+  LayerProblem part = problem;
+  part.config.num_tokens = count;
+  part.routing.num_tokens = count;
+  const std::int64_t top_k = problem.routing.top_k;
+  part.routing.ids.assign(problem.routing.ids.begin() + first * top_k,
+                          problem.routing.ids.begin() + (first + count) * top_k);
+  part.x = rows(problem.x);
+  part.weights = rows(problem.weights);
+  part.d_y = rows(problem.d_y);
+  return part;
+}
+
+// Liger issue 1246: T K 2n > 2^31. Rows far behind are computed as if they were alone, bit for bit.
+TEST_P(CudaDeviceTest, MoreThan2To31Elements) {
+  std::size_t free_bytes = 0;
+  std::size_t total_bytes = 0;
+  EXPECT_CUDA(cudaMemGetInfo(&free_bytes, &total_bytes));
+  if (free_bytes < std::size_t{30} << 30) GTEST_SKIP() << "needs 30 GiB of device memory";
+  LayerConfig config;
+  config.dtype = DType::kBF16;
+  const LayerProblem problem = random_problem(7200, {135000, 8, 1024, 8, 8}, config);
+  RunOptions options;
+  options.grads.w_up = options.grads.w_down = false;
+  LayerRun whole(backend(), problem, options);
+  ASSERT_GT(problem.routing.num_slots() * config.h_width() / config.d_ff * 1024, std::int64_t{1} << 31);
+  MOESTRO_EXPECT_OK(whole.forward());
+  MOESTRO_EXPECT_OK(whole.backward());
+  const LayerResult all = whole.read();
+  constexpr std::int64_t kCount = 64;
+  for (const std::int64_t first : {std::int64_t{0}, std::int64_t{67000}, 135000 - kCount}) {
+    const LayerResult part = run_layer(backend(), slice(problem, first, kCount), options);
+    const auto same = [&](const Array& array, const Array& expected) {
+      const auto begin = array.values.begin() + first * expected.columns();
+      return std::equal(expected.values.begin(), expected.values.end(), begin);
+    };
+    EXPECT_TRUE(same(all.y, part.y)) << "y from token " << first;
+    EXPECT_TRUE(same(all.d_x, part.d_x)) << "d_x from token " << first;
+    EXPECT_TRUE(same(all.d_weights, part.d_weights)) << "d_weights from token " << first;
+  }
+}
+
+// grouped_gemm issue 15: tensors on another device than the thread's current one.
+TEST_P(CudaDeviceTest, CurrentDeviceStaysAsItWas) {
+  int count = 0;
+  EXPECT_CUDA(cudaGetDeviceCount(&count));
+  const LayerProblem problem = random_problem(7300, {20, 16, 16, 4, 2}, bf16_config());
+  LayerRun run(backend(), problem);
+  const std::vector<unsigned char> expected = (run.run(), run.output_bytes());
+  if (count < 2) GTEST_SKIP() << "needs two GPUs";
+  EXPECT_CUDA(cudaSetDevice(1));
+  MOESTRO_EXPECT_OK(run.forward());
+  MOESTRO_EXPECT_OK(run.backward());
+  int current = -1;
+  EXPECT_CUDA(cudaGetDevice(&current));
+  EXPECT_EQ(current, 1);
+  EXPECT_CUDA(cudaSetDevice(0));
+  EXPECT_EQ(run.output_bytes(), expected);
+}
+
+TEST_P(CudaDeviceTest, DeviceThatIsNotThereIsAnError) {
+  RouterForwardArgs args;
+  args.logits = make_view(nullptr, DType::kF32, {0, 4});
+  args.expert_ids = make_view(nullptr, DType::kI32, {0, 2});
+  args.weights = make_view(nullptr, DType::kF32, {0, 2});
+  Context ctx = backend().context();
+  ctx.device_index = 63;
+  const Status status = router_forward(args, ctx);
+  EXPECT_EQ(status.code(), StatusCode::kDeviceError);
+  EXPECT_NE(std::string(status.message()).find("63"), std::string::npos) << status.message();
+  // The error does not stick to the next call.
+  ctx.device_index = 0;
+  MOESTRO_EXPECT_OK(router_forward(args, ctx));
+}
+
+// A path that does not fit is refused, never quietly replaced.
+TEST_P(CudaDeviceTest, ForcedHopperPathRefusesF32) {
+  LayerConfig config;
+  config.dtype = DType::kF32;
+  BackendUnderTest forced = backend();
+  forced.path = KernelPath::kHopper;
+  LayerRun run(forced, random_problem(7310, {20, 16, 16, 4, 2}, config));
+  const Status status = run.forward();
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  EXPECT_NE(std::string(status.message()).find("hopper"), std::string::npos) << status.message();
+}
+
+TEST_P(CudaDeviceTest, DoublePrecisionIsRefused) {
+  LayerConfig config;
+  config.dtype = DType::kF64;
+  LayerRun run(backend(), random_problem(7320, {4, 8, 8, 2, 1}, config));
+  EXPECT_EQ(run.forward().code(), StatusCode::kUnsupported);
+}
+
+}  // namespace
+}  // namespace moestro::test
