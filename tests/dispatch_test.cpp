@@ -70,12 +70,13 @@ TEST_P(DispatchTest, BuilderThatIsNotThereIsRefused) {
   const Routing routing{2, 2, 1, {1, 0}, {}};
   const Tensor ids = routing.ids_on(device, DType::kI32);
   IndexBuffers buffers(device, 2, 2);
+  Workspace workspace(GetParam(), dispatch_workspace_bytes(2, 2, 2, GetParam().context()));
   DispatchArgs args;
   args.expert_ids = ids.view();
   args.num_experts = 2;
   args.builder = DispatchBuilder::kDenseMap;
   args.index = buffers.index();
-  EXPECT_EQ(dispatch_forward(args, GetParam().context()).code(), StatusCode::kUnsupported);
+  EXPECT_EQ(dispatch_forward(args, workspace.context()).code(), StatusCode::kUnsupported);
 }
 
 // MoEBlaze, arXiv 2601.05296, section 4: the worked example.

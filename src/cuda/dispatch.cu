@@ -5,8 +5,9 @@
 ///          same expert (kept in registers, or token_index_map); each block writes its counts an expert
 ///   place  every block reads all blocks' counts, which are small and in L2, and finds by itself where each
 ///          expert and its own slots begin: row = expert's first + blocks before + warps before + rank
-/// They run as one cooperative kernel; where the device has no cooperative launch, as two kernels, of which
-/// the second counts again. Integers only, so every grid size gives the same index.
+/// A block lives for microseconds, so that fetching instructions counts: loops are unrolled only where
+/// that overlaps memory. They run as one cooperative kernel; where the device has no cooperative launch, as
+/// two kernels, of which the second counts again. Integers only, so every grid size gives the same index.
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
@@ -74,28 +75,37 @@ struct DispatchParams {
   const std::int32_t* token_offsets;  // ragged only
   std::int32_t num_tokens;
   std::int32_t num_slots;
-  std::int32_t top_k;
+  std::int32_t top_k;  // 1 for a ragged list
+  std::uint32_t top_k_magic;
+  std::int32_t top_k_shift;
   std::int32_t num_experts;
   std::int32_t columns;  // of the histogram
   std::int32_t id_bits;  // of num_experts, which stands for a sentinel
   std::int64_t slots_per_warp;
-  bool contiguous;  // slot i's id is ids[i]
-  bool one_chunk;   // a warp's slots stay in registers
+  bool one_chunk;  // a warp's slots stay in registers
   Index index;
   void* histogram;  // [blocks, columns] of Count
   int phases;
 };
 
-template <typename Id>
+/// kPlain: the usual case, [T, K] without gaps; else any strides, or a ragged list.
+template <typename Id, bool kPlain>
 struct Slots {
   const DispatchParams& p;
 
+  /// slot / top_k, for slots below 2^31.
+  __device__ __forceinline__ std::int32_t divide(std::int32_t slot) const {
+    if (p.top_k == 1) return slot;
+    return static_cast<std::int32_t>(__umulhi(static_cast<std::uint32_t>(slot), p.top_k_magic) >>
+                                     p.top_k_shift);
+  }
+
   /// The slot's expert, or num_experts at a sentinel.
   __device__ __forceinline__ std::int32_t expert(std::int32_t slot) const {
-    if (p.token_offsets != nullptr && token(slot) < 0) return p.num_experts;
     std::int64_t offset = slot;
-    if (!p.contiguous) {
-      const std::int32_t t = slot / p.top_k;  // top_k is 1 for a ragged list
+    if constexpr (!kPlain) {
+      if (token(slot) < 0) return p.num_experts;
+      const std::int32_t t = divide(slot);  // the slot itself in a ragged list
       offset = t * p.stride_token + (slot - t * p.top_k) * p.stride_choice;
     }
     const Id id = static_cast<const Id*>(p.ids)[offset];
@@ -104,7 +114,7 @@ struct Slots {
 
   /// The token that owns the slot; -1 for a slot of a ragged list that no token claims.
   __device__ __forceinline__ std::int32_t token(std::int32_t slot) const {
-    if (p.token_offsets == nullptr) return slot / p.top_k;
+    if (kPlain || p.token_offsets == nullptr) return divide(slot);
     // The first t with token_offsets[t + 1] > slot.
     std::int32_t low = 0;
     std::int32_t high = p.num_tokens;
@@ -123,6 +133,7 @@ struct Slots {
 /// Lanes of the warp with the same `expert`. A ballot a bit is quicker than match.any's loop over values.
 __device__ __forceinline__ unsigned lanes_with_same(std::int32_t expert, int bits) {
   unsigned peers = kFullWarp;
+#pragma unroll 2
   for (int bit = 0; bit < bits; ++bit) {
     const bool set = (expert >> bit & 1) != 0;
     const unsigned ballot = __ballot_sync(kFullWarp, set);
@@ -160,27 +171,33 @@ struct Shared {
 
 /// counters[e][w] becomes the number of rows that earlier warps of the block have on e; the block's counts go
 /// to the histogram, and the slots' ranks within their warp's chunk to token_index_map.
-template <typename Id, typename Count>
+template <typename Id, bool kPlain, typename Count>
 __device__ void count_slots(const DispatchParams& p, const Shared& shared, bool write, SlotGroups* kept) {
   const int num_warps = static_cast<int>(blockDim.x) / 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const Slots<Id> slots{p};
+  const Slots<Id, kPlain> slots{p};
   const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * num_warps + warp) * p.slots_per_warp;
   const std::int64_t end = min(first + p.slots_per_warp, static_cast<std::int64_t>(p.num_slots));
   const bool write_ranks = write && !p.one_chunk;
+  const auto read_group = [&](std::int64_t base) {
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const std::int64_t slot = base + 32 * i + lane;
+      kept->expert[i] = slot < end ? slots.expert(static_cast<std::int32_t>(slot)) : p.num_experts;
+    }
+  };
+  read_group(first);  // on its way while the counters are cleared
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < p.columns * shared.pitch;
        i += static_cast<int>(blockDim.x)) {
     shared.counters[i] = 0;
   }
   __syncthreads();
   std::int32_t routed = 0;
+#pragma unroll 1
   for (std::int64_t base = first; base < end; base += 32 * kGroups) {
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      const std::int64_t slot = base + 32 * i + lane;
-      kept->expert[i] = slot < end ? slots.expert(static_cast<std::int32_t>(slot)) : p.num_experts;
-    }
+    if (base != first) read_group(base);
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
       if (base + 32 * i >= end) break;
@@ -205,6 +222,7 @@ __device__ void count_slots(const DispatchParams& p, const Shared& shared, bool 
   // Scan over the warps: a warp takes columns, lane w the counter of warp w, four columns at a time.
   Count* counts = static_cast<Count*>(p.histogram) + static_cast<std::int64_t>(blockIdx.x) * p.columns;
   constexpr int kAtOnce = 4;
+#pragma unroll 1
   for (int start = warp; start < p.columns; start += kAtOnce * num_warps) {
     std::int32_t count[kAtOnce];
     std::int32_t inclusive[kAtOnce];
@@ -248,6 +266,7 @@ __device__ void read_histogram(const DispatchParams& p, const Shared& shared) {
   const int here = static_cast<int>(blockIdx.x);
   const int per_range = (num_blocks + ranges - 1) / ranges;
   auto* partial = reinterpret_cast<int4*>(shared.scratch);  // before and total of both columns of a pair
+#pragma unroll 1
   for (int start = 0; start < pairs; start += threads) {
     const int pair = start + (ranges > 1 ? thread % pairs : thread);
     const int range = ranges > 1 ? thread / pairs : 0;
@@ -256,6 +275,7 @@ __device__ void read_histogram(const DispatchParams& p, const Shared& shared) {
       const auto* column = static_cast<const Pair*>(p.histogram) + pair;
       const int end = min(num_blocks, (range + 1) * per_range);
       constexpr int kInFlight = sizeof(Count) == 2 ? 12 : 6;
+#pragma unroll 1
       for (int start_block = range * per_range; start_block < end; start_block += kInFlight) {
         Pair count[kInFlight];
 #pragma unroll
@@ -296,6 +316,7 @@ __device__ void scan_experts(const DispatchParams& p, const Shared& shared) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int num_warps = static_cast<int>(blockDim.x) / 32;
   unsigned long long carry = 0;  // rows in the low word, tiles in the high one
+#pragma unroll 1
   for (int base = 0; base < p.num_experts; base += static_cast<int>(blockDim.x)) {
     const int e = base + static_cast<int>(threadIdx.x);
     const std::int32_t rows = e < p.num_experts ? shared.column_total[e] : 0;
@@ -314,6 +335,7 @@ __device__ void scan_experts(const DispatchParams& p, const Shared& shared) {
     unsigned long long before = carry;
     unsigned long long all = carry;
     const int busy_warps = min(num_warps, (p.num_experts - base + 31) / 32);
+#pragma unroll 1
     for (int w = 0; w < busy_warps; ++w) {
       if (w < warp) before += warp_sums[w];
       all += warp_sums[w];
@@ -341,17 +363,20 @@ __device__ void write_tables(const DispatchParams& p, const Shared& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warps = static_cast<int>(gridDim.x * blockDim.x) / 32;
   if (blockIdx.x == 0) {
+#pragma unroll 1
     for (int e = static_cast<int>(threadIdx.x); e <= p.num_experts; e += static_cast<int>(blockDim.x)) {
       p.index.expert_token_offsets[e] = first_row[e];
     }
     if (threadIdx.x == 0) *p.index.num_tiles = first_tile[p.num_experts];
   }
   // Consecutive experts go to different blocks, so that few experts still use all SMs.
+#pragma unroll 1
   for (int e = static_cast<int>(threadIdx.x / 32 * gridDim.x + blockIdx.x); e < p.num_experts; e += warps) {
     const std::int32_t begin = first_row[e];
     const std::int32_t rows = first_row[e + 1] - begin;
     const std::int32_t tiles = first_tile[e + 1] - first_tile[e];
     auto* table = reinterpret_cast<int4*>(p.index.tiles) + first_tile[e];
+#pragma unroll 1
     for (std::int32_t tile = lane; tile < tiles; tile += 32) {
       const auto done = tile * static_cast<std::int32_t>(kTileRows);
       table[tile] = make_int4(e, begin + done, min(rows - done, static_cast<std::int32_t>(kTileRows)), 0);
@@ -366,16 +391,17 @@ __device__ void write_tables(const DispatchParams& p, const Shared& shared) {
   }
 }
 
-template <typename Id>
+template <typename Id, bool kPlain>
 __device__ void place_slots(const DispatchParams& p, const Shared& shared, SlotGroups* kept) {
   const int num_warps = static_cast<int>(blockDim.x) / 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const Slots<Id> slots{p};
+  const Slots<Id, kPlain> slots{p};
   const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * num_warps + warp) * p.slots_per_warp;
   const std::int64_t end = min(first + p.slots_per_warp, static_cast<std::int64_t>(p.num_slots));
   std::int32_t routed =
       shared.column_base[p.num_experts] + shared.counters[p.num_experts * shared.pitch + warp];
+#pragma unroll 1
   for (std::int64_t start = first; start < end; start += 32 * kGroups) {
     if (!p.one_chunk) {
 #pragma unroll
@@ -409,6 +435,7 @@ __device__ void place_slots(const DispatchParams& p, const Shared& shared, SlotG
   }
   // Past R the lists hold 0.
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+#pragma unroll 1
   for (std::int64_t r =
            shared.first_row[p.num_experts] + static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
        r < p.num_slots; r += step) {
@@ -417,32 +444,34 @@ __device__ void place_slots(const DispatchParams& p, const Shared& shared, SlotG
   }
 }
 
-template <typename Id, typename Count>
+template <typename Id, bool kPlain, typename Count>
 __global__ void __launch_bounds__(32 * kMaxWarps) dispatch_kernel(const __grid_constant__ DispatchParams p) {
   extern __shared__ __align__(16) std::int32_t words[];
   const Shared shared(words, p.columns, static_cast<int>(blockDim.x) / 32);
   SlotGroups kept;
-  count_slots<Id, Count>(p, shared, (p.phases & kCount) != 0, &kept);
+  count_slots<Id, kPlain, Count>(p, shared, (p.phases & kCount) != 0, &kept);
   if (p.phases == kBothPhases) cooperative_groups::this_grid().sync();
   if ((p.phases & kPlace) != 0) {
     read_histogram<Count>(p, shared);
     scan_experts(p, shared);
-    place_slots<Id>(p, shared, &kept);
+    place_slots<Id, kPlain>(p, shared, &kept);
     write_tables(p, shared);
   }
 }
 
+template <typename Real>
 struct RowWeightsParams {
-  const float* weights;
+  const Real* weights;
   std::int64_t stride_token;
   std::int64_t stride_choice;
   std::int32_t top_k;
   std::int32_t num_slots;
   const std::int32_t* map;
-  float* row_weights;
+  Real* row_weights;
 };
 
-__global__ void __launch_bounds__(256) row_weights_kernel(const __grid_constant__ RowWeightsParams p) {
+template <typename Real>
+__global__ void __launch_bounds__(256) row_weights_kernel(const __grid_constant__ RowWeightsParams<Real> p) {
   const std::int64_t slot = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (slot >= p.num_slots) return;
   const std::int32_t row = p.map[slot];
@@ -451,10 +480,10 @@ __global__ void __launch_bounds__(256) row_weights_kernel(const __grid_constant_
   if (row >= 0) p.row_weights[row] = p.weights[t * p.stride_token + k * p.stride_choice];
 }
 
-template <typename Id, typename Count>
+template <typename Id, bool kPlain, typename Count>
 Status launch_dispatch(const Device& device, const DispatchPlan& plan, DispatchParams params,
                        cudaStream_t stream) {
-  const auto kernel = reinterpret_cast<const void*>(&dispatch_kernel<Id, Count>);
+  const auto kernel = reinterpret_cast<const void*>(&dispatch_kernel<Id, kPlain, Count>);
   MOESTRO_RETURN_IF_ERROR(allow_shared_memory(kernel, plan.smem_bytes, device.ordinal));
   const dim3 grid(static_cast<unsigned>(plan.num_blocks));
   const dim3 block(static_cast<unsigned>(32 * plan.warps_per_block));
@@ -507,40 +536,57 @@ Status dispatch_forward(const DispatchArgs& args, const Context& ctx) {
   params.num_experts = static_cast<std::int32_t>(args.num_experts);
   params.columns = static_cast<std::int32_t>(histogram_columns(args.num_experts));
   while (args.num_experts >> params.id_bits != 0) ++params.id_bits;
+  // slot / top_k as a product, exact below 2^31: by 2^(31 + ceil(log2 top_k)) / top_k, rounded up.
+  int log2_top_k = 0;
+  while (std::int64_t{1} << log2_top_k < params.top_k) ++log2_top_k;
+  params.top_k_magic = static_cast<std::uint32_t>(
+      ((std::uint64_t{1} << (31 + log2_top_k)) + static_cast<std::uint64_t>(params.top_k) - 1) /
+      static_cast<std::uint64_t>(params.top_k));
+  params.top_k_shift = log2_top_k - 1;  // unused where top_k is 1
   params.slots_per_warp = plan.slots_per_warp;
-  params.contiguous =
-      ragged ? params.stride_token == 1 : params.stride_choice == 1 && params.stride_token == params.top_k;
+  const bool plain = !ragged && params.stride_choice == 1 && params.stride_token == params.top_k;
   params.one_chunk = plan.slots_per_warp <= 32 * kGroups;
   params.index = args.index;
   params.histogram = ctx.workspace;
 
   const DeviceGuard guard(device->ordinal);
-  const auto launch = [&]<typename Id>() {
+  const auto launch = [&]<typename Id, bool kPlain>() {
     return plan.slots_per_block <= 0xffff
-               ? launch_dispatch<Id, std::uint16_t>(*device, plan, params, stream_of(ctx))
-               : launch_dispatch<Id, std::uint32_t>(*device, plan, params, stream_of(ctx));
+               ? launch_dispatch<Id, kPlain, std::uint16_t>(*device, plan, params, stream_of(ctx))
+               : launch_dispatch<Id, kPlain, std::uint32_t>(*device, plan, params, stream_of(ctx));
   };
-  if (args.expert_ids.dtype == DType::kI64) return launch.template operator()<std::int64_t>();
-  return launch.template operator()<std::int32_t>();
+  if (args.expert_ids.dtype == DType::kI64) {
+    return plain ? launch.template operator()<std::int64_t, true>()
+                 : launch.template operator()<std::int64_t, false>();
+  }
+  return plain ? launch.template operator()<std::int32_t, true>()
+               : launch.template operator()<std::int32_t, false>();
 }
 
 Status dispatch_row_weights(const RowWeightsArgs& args, const Context& ctx) {
-  MOESTRO_RETURN_IF_ERROR(check_supported("dispatch_row_weights", args.weights.dtype));
   const Device* device = nullptr;
   MOESTRO_RETURN_IF_ERROR(find_device(ctx, &device));
   const bool ragged = args.weights.rank == 1;
   const std::int64_t num_slots = args.weights.numel();
   if (num_slots == 0) return {};
-  RowWeightsParams params{};
-  params.weights = static_cast<const float*>(args.weights.data);
-  params.stride_token = args.weights.stride[0];
-  params.stride_choice = ragged ? 0 : args.weights.stride[1];
-  params.top_k = ragged ? 1 : static_cast<std::int32_t>(args.weights.extent[1]);
-  params.num_slots = static_cast<std::int32_t>(num_slots);
-  params.map = args.index.token_index_map;
-  params.row_weights = static_cast<float*>(args.row_weights.data);
   const DeviceGuard guard(device->ordinal);
-  row_weights_kernel<<<static_cast<unsigned>(ceil_div(num_slots, 256)), 256, 0, stream_of(ctx)>>>(params);
+  const auto launch = [&]<typename Real>() {
+    RowWeightsParams<Real> params{};
+    params.weights = static_cast<const Real*>(args.weights.data);
+    params.stride_token = args.weights.stride[0];
+    params.stride_choice = ragged ? 0 : args.weights.stride[1];
+    params.top_k = ragged ? 1 : static_cast<std::int32_t>(args.weights.extent[1]);
+    params.num_slots = static_cast<std::int32_t>(num_slots);
+    params.map = args.index.token_index_map;
+    params.row_weights = static_cast<Real*>(args.row_weights.data);
+    row_weights_kernel<Real>
+        <<<static_cast<unsigned>(ceil_div(num_slots, 256)), 256, 0, stream_of(ctx)>>>(params);
+  };
+  if (args.weights.dtype == DType::kF64) {
+    launch.template operator()<double>();
+  } else {
+    launch.template operator()<float>();
+  }
   return check_launch("row_weights_kernel");
 }
 

@@ -235,7 +235,8 @@ Status down_weight_backward(const DownWeightBackwardArgs& args, const Context& c
     bool use_hopper = false;
     MOESTRO_RETURN_IF_ERROR(
         choose_path("down_weight_backward", ctx, hopper::refusal(args, device->ordinal), &use_hopper));
-    if (use_hopper) {
+    // Without slots there is nothing to multiply: the portable kernel writes the zeros.
+    if (use_hopper && args.a_scaled.extent[0] != 0) {
       MOESTRO_RETURN_IF_ERROR(hopper::down_weight_backward(args, ctx, stream));
     } else {
       MOESTRO_RETURN_IF_ERROR(with_element_type(args.d_y.dtype, [&]<typename T>() {

@@ -1,6 +1,7 @@
 /// See plan.hpp.
 #include "cuda/plan.hpp"
 
+#include <algorithm>
 #include <cstdio>
 
 namespace moestro::cuda {
@@ -8,8 +9,7 @@ namespace {
 
 // Shapes of gemm/tile.cuh, which states them for the device; plan_test and the launchers hold them equal.
 constexpr std::int64_t kTile = 128;
-constexpr std::int64_t kStepK = 32;
-constexpr std::size_t kStageBytes = 16384;
+constexpr std::size_t kStageBytesPerK = 512;
 constexpr std::size_t kMaxStages = 6;
 constexpr std::size_t kStagedSumsBytes = 128 * (128 + 8) * 4;
 constexpr std::int64_t kMaxChunks = 0xffffffffLL;  // the fast loop counts a matrix's chunks in 32 bits
@@ -24,15 +24,17 @@ bool aligned(const void* pointer) {
 }
 
 /// Two blocks on an SM hide each other's epilogues: as deep a ring as lets two fit, else as one block can
-/// have.
-int ring_stages(const Device& device) {
+/// have. Operands along k are read best in whole lines of 64 of k, where three such stages fit.
+void plan_ring(const Device& device, bool along_k, GemmPlan* plan) {
   const std::size_t half = device.smem_per_sm / 2 - kReservedPerBlock;
   const std::size_t room = half >= kStagedSumsBytes ? half : device.smem_per_block;
-  const std::size_t stages = room / kStageBytes;
-  return static_cast<int>(stages < kMaxStages ? stages : kMaxStages);
+  plan->step = along_k && room >= 3 * 64 * kStageBytesPerK ? 64 : 32;
+  const std::size_t stage_bytes = static_cast<std::size_t>(plan->step) * kStageBytesPerK;
+  plan->stages = static_cast<int>(std::min(room / stage_bytes, kMaxStages));
+  plan->smem_bytes = std::max(static_cast<std::size_t>(plan->stages) * stage_bytes, kStagedSumsBytes);
 }
 
-GemmPlan finish(DType dtype, const char* obstacle, const Device& device, GemmPlan plan) {
+GemmPlan finish(DType dtype, const char* obstacle, bool along_k, const Device& device, GemmPlan plan) {
   plan.obstacle = nullptr;
   if (dtype == DType::kF32) {
     plan.loop = MainLoop::kF32;
@@ -46,9 +48,7 @@ GemmPlan finish(DType dtype, const char* obstacle, const Device& device, GemmPla
   } else {
     plan.loop = MainLoop::kFast;
     plan.threads = 128;
-    plan.stages = ring_stages(device);
-    plan.smem_bytes = static_cast<std::size_t>(plan.stages) * kStageBytes;
-    if (plan.smem_bytes < kStagedSumsBytes) plan.smem_bytes = kStagedSumsBytes;
+    plan_ring(device, along_k, &plan);
   }
   return plan;
 }
@@ -78,11 +78,11 @@ GemmPlan plan_rows(const RowsQuestion& question, const Device& device) {
       obstacle = "weight rows are not 16-byte aligned";
     if (question.columns % 8 != 0) obstacle = "the output's extent is not a multiple of 8";
     if (question.interleaved_j) obstacle = "gate and up interleave along the weight's contiguous axis";
-    if (question.interleaved_k && question.depth % (2 * kStepK) != 0) {
-      obstacle = "gate and up interleave and n is not a multiple of 32";
+    if (question.interleaved_k && question.depth % 128 != 0) {
+      obstacle = "gate and up interleave and n is not a multiple of 64";
     }
   }
-  return finish(question.dtype, obstacle, device, plan);
+  return finish(question.dtype, obstacle, /*along_k=*/true, device, plan);
 }
 
 GemmPlan plan_outer(const OuterQuestion& question, const Device& device) {
@@ -99,15 +99,15 @@ GemmPlan plan_outer(const OuterQuestion& question, const Device& device) {
              question.q_rows * (question.q_stride / 8) > kMaxChunks) {
     obstacle = "an operand has more than 2^32 chunks of 16 bytes";
   }
-  return finish(question.dtype, obstacle, device, plan);
+  return finish(question.dtype, obstacle, /*along_k=*/false, device, plan);
 }
 
 void describe_plan(const GemmPlan& plan, char* text, std::size_t size) {
   const auto blocks = static_cast<long long>(plan.blocks);
   switch (plan.loop) {
     case MainLoop::kFast:
-      std::snprintf(text, size, "fast 128x128x32, %d stages, %zu B shared, %lld blocks", plan.stages,
-                    plan.smem_bytes, blocks);
+      std::snprintf(text, size, "fast 128x128x%d, %d stages, %zu B shared, %lld blocks", plan.step,
+                    plan.stages, plan.smem_bytes, blocks);
       return;
     case MainLoop::kGeneral:
       std::snprintf(text, size, "general 128x128x32 (%s), %lld blocks", plan.obstacle, blocks);

@@ -19,7 +19,8 @@ struct GemmPlan {
   MainLoop loop = MainLoop::kGeneral;
   const char* obstacle = nullptr;  ///< what keeps a 16-bit product from the fast loop; null: nothing does
   bool b_along_k = true;           ///< B's contiguous axis is the summed one
-  int stages = 0;                  ///< of the fast loop's ring
+  int step = 0;                    ///< of k, in the fast loop
+  int stages = 0;                  ///< of its ring
   int threads = 0;
   std::size_t smem_bytes = 0;
   std::int64_t blocks = 0;
@@ -59,7 +60,7 @@ struct OuterQuestion {
 };
 GemmPlan plan_outer(const OuterQuestion& question, const Device& device);
 
-/// "fast 128x128x32, 6 stages, 98304 B shared, 2048 blocks" or "general (k is not a multiple of 8), …".
+/// "fast 128x128x64, 3 stages, 98304 B shared, 2048 blocks" or "general (k is not a multiple of 8), …".
 void describe_plan(const GemmPlan& plan, char* text, std::size_t size);
 
 }  // namespace moestro::cuda

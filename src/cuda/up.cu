@@ -213,7 +213,8 @@ Status up_weight_backward(const UpWeightBackwardArgs& args, const Context& ctx) 
     bool use_hopper = false;
     MOESTRO_RETURN_IF_ERROR(
         choose_path("up_weight_backward", ctx, hopper::refusal(args, device->ordinal), &use_hopper));
-    if (use_hopper) {
+    // Without slots there is nothing to multiply: the portable kernel writes the zeros.
+    if (use_hopper && args.d_h.extent[0] != 0) {
       MOESTRO_RETURN_IF_ERROR(hopper::up_weight_backward(args, ctx, stream));
     } else {
       MOESTRO_RETURN_IF_ERROR(with_element_type(

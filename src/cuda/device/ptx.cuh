@@ -29,9 +29,9 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-/// __syncthreads for warps that reach it at different places of the code.
-__device__ __forceinline__ void block_barrier() {
-  asm volatile("bar.sync 0;" ::: "memory");
+/// __syncthreads for `threads` threads, whole warps that may reach it at different places of the code.
+__device__ __forceinline__ void named_barrier(int threads) {
+  asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
 
 /// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.

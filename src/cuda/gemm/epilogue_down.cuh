@@ -28,20 +28,54 @@ struct DownBackwardEpilogue {
   bool interleaved;
   bool vector;
 
+  /// A piece of H's row, gate and up.
+  struct Pieces {
+    float gate[kPiece];
+    float up[kPiece];
+  };
+
   template <int kThreads>
   __device__ __forceinline__ void apply(const Tile& tile, const float* staged) const {
-    constexpr int kPieces = kTileN / kPiece;  // 16 neighbouring lanes share a row
+    constexpr int kPieces = kTileN / kPiece;   // 16 neighbouring lanes share a row
+    constexpr int kRows = kThreads / kPieces;  // that the block works on at once
     const bool gated = is_gated(activation.kind);
-    const int items = (tile.rows * kPieces + 31) / 32 * 32;  // whole warps take part in the sums
-    for (int item = static_cast<int>(threadIdx.x); item < items; item += kThreads) {
-      const int row = item / kPieces;
-      const int within = item % kPieces * kPiece;
-      const std::int64_t f = tile.n0 + within;
+    const int within = static_cast<int>(threadIdx.x) % kPieces * kPiece;
+    const int first = static_cast<int>(threadIdx.x) / kPieces;
+    const std::int64_t f = tile.n0 + within;
+    const int count = static_cast<int>(d_ff - f < kPiece ? d_ff - f : kPiece);
+    const bool inside = f < d_ff;
+    const int last =
+        (tile.rows + 1) / 2 * 2;  // two rows share a warp, which takes part in the sums as a whole
+    // H comes from memory: rows that are due later are on their way while one is worked on.
+    constexpr int kAhead = sizeof(T) == 2 ? 4 : 0;
+    uint4 ahead[kAhead + 1][2];
+    const auto request = [&](int row, uint4(&words)[2]) {
+      if (kAhead == 0 || !vector || !inside || row >= tile.rows) return;
+      const T* source = h + (tile.m0 + row) * h_stride + f;
+      words[0] = *reinterpret_cast<const uint4*>(source);
+      if (gated) words[1] = *reinterpret_cast<const uint4*>(source + d_ff);
+    };
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) request(first + i * kRows, ahead[i]);
+    for (int row = first; row < last; row += kRows) {
       const std::int64_t r = tile.m0 + row;
+      request(row + kAhead * kRows, ahead[kAhead]);
       float d_s = 0.0F;
-      if (row < tile.rows && f < d_ff) {
-        const int count = static_cast<int>(d_ff - f < kPiece ? d_ff - f : kPiece);
-        d_s = piece(tile, staged, row, within, r, f, count, gated);
+      if (row < tile.rows && inside) {
+        Pieces pieces{};
+        if (kAhead != 0 && vector) {
+          load_piece(reinterpret_cast<const T*>(&ahead[0][0]), count, true, pieces.gate);
+          if (gated) load_piece(reinterpret_cast<const T*>(&ahead[0][1]), count, true, pieces.up);
+        } else {
+          load_piece(h + r * h_stride + f, count, vector, pieces.gate);
+          if (gated) load_piece(h + r * h_stride + d_ff + f, count, vector, pieces.up);
+        }
+        d_s = piece(tile, staged, row, within, r, f, count, gated, pieces.gate, pieces.up);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        ahead[i][0] = ahead[i + 1][0];
+        ahead[i][1] = ahead[i + 1][1];
       }
       if (partials != nullptr) {
 #pragma unroll
@@ -54,15 +88,12 @@ struct DownBackwardEpilogue {
   }
 
   __device__ __forceinline__ float piece(const Tile& tile, const float* staged, int row, int within,
-                                         std::int64_t r, std::int64_t f, int count, bool gated) const {
+                                         std::int64_t r, std::int64_t f, int count, bool gated,
+                                         float (&gate)[kPiece], float (&up)[kPiece]) const {
     const float s = row_weights[r];
     float g[kPiece];
-    float gate[kPiece];
-    float up[kPiece] = {};
     float a[kPiece];
     load_staged(staged, row, within, g);
-    load_piece(h + r * h_stride + f, count, vector, gate);
-    if (gated) load_piece(h + r * h_stride + d_ff + f, count, vector, up);
     float d_s = 0.0F;
     if (!before) {
       activation_slopes(activation, gate, up, a);

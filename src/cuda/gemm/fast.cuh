@@ -16,15 +16,17 @@ __device__ __forceinline__ const void* chunk_address(const void* base, std::uint
   return static_cast<const char*>(base) + static_cast<std::uint64_t>(chunk) * 16;
 }
 
-constexpr int kCopies = kTileM * kTileK / 8 / kFastThreads;  // of an operand, a thread and step
-static_assert(kCopies == 4);
+template <int kStep>
+constexpr int kCopies = kTileM* kStep / 8 / kFastThreads;  // of an operand, a thread and step
 
 /// Copies of grouped rows: A along k, B along k or along j. Offsets count chunks of 16 bytes (8 elements).
-template <typename T, Major kMajorB>
+template <typename T, Major kMajorB, int kStepOfK>
 struct RowsLoader {
+  static constexpr int kStep = kStepOfK;
+  static constexpr int kCopies = gemm::kCopies<kStep>;
   static constexpr Major kMajorA = Major::kAlongK;
   static constexpr Major kMajorOfB = kMajorB;
-  static constexpr int kChunks = kTileK / 8;                 // of a row, along k
+  static constexpr int kChunks = kStep / 8;                  // of a row, along k
   static constexpr int kRowsApart = kFastThreads / kChunks;  // of a thread's copies, along k
   static constexpr int kKApart = kFastThreads / (kTileN / 8);
 
@@ -55,7 +57,7 @@ struct RowsLoader {
     if constexpr (kMajorB == Major::kAlongK) {
       const auto step = static_cast<std::uint32_t>(problem.b_stride_j >> 3);
       b = expert + chunk;
-      b_advance = kTileK * 2;
+      b_advance = kStep * 2;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         const std::int64_t j = problem.b_j(tile, first + kRowsApart * i);
@@ -69,7 +71,7 @@ struct RowsLoader {
       const int k = thread / (kTileN / 8);
       b = expert + (j >= 0 ? j : 0) + k * spread * problem.b_stride_k;
       b_second = static_cast<const T*>(b) + problem.b_stride_k;
-      b_advance = kTileK * spread * step * 16;
+      b_advance = kStep * spread * step * 16;
       b_left = depth - k;
       until_second = problem.interleaved_k != 0 ? static_cast<int>(problem.interleaved_k) : 0x7fffffff;
 #pragma unroll
@@ -81,32 +83,32 @@ struct RowsLoader {
   __device__ __forceinline__ void issue(std::uint32_t stage) {
     const int thread = static_cast<int>(threadIdx.x);
     const int a_bytes = a_left > 0 ? 16 : 0;
-    const std::uint32_t lane = chunk_offset<Major::kAlongK>(thread / kChunks, thread % kChunks);
+    const std::uint32_t lane = chunk_offset<Major::kAlongK, kStep>(thread / kChunks, thread % kChunks);
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      copy_async(stage + lane + i * kRowsApart * kRowBytes, chunk_address(a, a_chunk[i]), a_bytes);
+      copy_async(stage + lane + i * kRowsApart * kStep * 2, chunk_address(a, a_chunk[i]), a_bytes);
     }
     if constexpr (kMajorB == Major::kAlongK) {
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
-        copy_async(stage + kOperandBytes + lane + i * kRowsApart * kRowBytes, chunk_address(b, b_chunk[i]),
-                   a_bytes);
+        copy_async(stage + kOperandBytes<kStep> + lane + i * kRowsApart * kStep * 2,
+                   chunk_address(b, b_chunk[i]), a_bytes);
       }
       b = static_cast<const char*>(b) + b_advance;
     } else {
       const std::uint32_t lane_b =
-          chunk_offset<Major::kAlongMN>(thread / (kTileN / 8), thread % (kTileN / 8));
+          chunk_offset<Major::kAlongMN, kStep>(thread / (kTileN / 8), thread % (kTileN / 8));
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
-        copy_async(stage + kOperandBytes + lane_b + i * kKApart * kPlaneBytes, chunk_address(b, b_chunk[i]),
-                   b_left > kKApart * i ? 16 : 0);
+        copy_async(stage + kOperandBytes<kStep> + lane_b + i * kKApart * kPlaneBytes,
+                   chunk_address(b, b_chunk[i]), b_left > kKApart * i ? 16 : 0);
       }
-      b_left -= kTileK;
-      until_second -= kTileK;
+      b_left -= kStep;
+      until_second -= kStep;
       b = until_second == 0 ? b_second : static_cast<const char*>(b) + b_advance;
     }
-    a = static_cast<const char*>(a) + kTileK * 2;
-    a_left -= kTileK;
+    a = static_cast<const char*>(a) + kStep * 2;
+    a_left -= kStep;
   }
 };
 
@@ -114,6 +116,8 @@ struct RowsLoader {
 /// or Q is gathered.
 template <typename T, bool kGatherP>
 struct OuterLoader {
+  static constexpr int kStep = 32;
+  static constexpr int kCopies = gemm::kCopies<kStep>;
   static constexpr Major kMajorA = Major::kAlongMN;
   static constexpr Major kMajorOfB = Major::kAlongMN;
   static constexpr int kRowsApart = kFastThreads / (kTileN / 8);
@@ -137,7 +141,7 @@ struct OuterLoader {
     gathered = kGatherP ? p : q;
     gathered_step = static_cast<std::uint32_t>((kGatherP ? problem.p_stride : problem.q_stride) >> 3);
     direct = (kGatherP ? q : p) + (tile.row0 + row) * direct_step * 8;
-    direct_advance = kTileK * direct_step * 16;
+    direct_advance = kStep * direct_step * 16;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i)
       direct_chunk[i] = static_cast<std::uint32_t>(kRowsApart * i * direct_step);
@@ -153,16 +157,16 @@ struct OuterLoader {
       token[i] =
           tokens_left > kRowsApart * i ? static_cast<std::uint32_t>(__ldg(tokens + kRowsApart * i)) : 0;
     }
-    tokens += kTileK;
-    tokens_left -= kTileK;
+    tokens += kStep;
+    tokens_left -= kStep;
   }
 
   __device__ __forceinline__ void issue(std::uint32_t stage) {
     const int thread = static_cast<int>(threadIdx.x);
     const std::uint32_t lane =
-        stage + chunk_offset<Major::kAlongMN>(thread / (kTileN / 8), thread % (kTileN / 8));
-    const std::uint32_t to_gathered = lane + (kGatherP ? 0 : kOperandBytes);
-    const std::uint32_t to_direct = lane + (kGatherP ? kOperandBytes : 0);
+        stage + chunk_offset<Major::kAlongMN, kStep>(thread / (kTileN / 8), thread % (kTileN / 8));
+    const std::uint32_t to_gathered = lane + (kGatherP ? 0 : kOperandBytes<kStep>);
+    const std::uint32_t to_direct = lane + (kGatherP ? kOperandBytes<kStep> : 0);
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       const int bytes = left > kRowsApart * i ? 16 : 0;
@@ -171,7 +175,7 @@ struct OuterLoader {
       copy_async(to_direct + i * kRowsApart * kPlaneBytes, chunk_address(direct, direct_chunk[i]), bytes);
     }
     direct = static_cast<const char*>(direct) + direct_advance;
-    left -= kTileK;
+    left -= kStep;
     read_tokens();
   }
 };
@@ -186,16 +190,21 @@ __device__ __forceinline__ void wait_all_but(int pending) {
   }
 }
 
-/// The loop over k. A warp without rows (kActive false) only copies. In the second half of a step the next
-/// one's first fragments are read already, so the barrier lies in the middle of a step: what it waits for is
-/// the next step's stage, and what it sets free is the last one's.
+template <typename T, typename Loader>
+using WarpTileOf = WarpTile<T, Loader::kMajorA, Loader::kMajorOfB, Loader::kStep>;
+
+/// The loop over k. A warp without rows (kActive false) only copies. In the last 16 of a step the next one's
+/// first fragments are read already, so the barrier lies before them: what it waits for is the next step's
+/// stage, and what it sets free is the previous one's.
 template <bool kActive, typename T, typename Loader>
 __device__ __forceinline__ void fast_loop(Loader& loader, int steps, int stages, std::uint32_t ring,
-                                          WarpTile<T, Loader::kMajorA, Loader::kMajorOfB>& warp) {
-  static_assert(kTileK == 32);
-  const std::uint32_t ring_end = ring + static_cast<std::uint32_t>(stages) * kStageBytes;
+                                          WarpTileOf<T, Loader>& warp) {
+  constexpr int kParts = Loader::kStep / 16;
+  constexpr int kStage = kStageBytes<Loader::kStep>;
+  constexpr int kOperand = kOperandBytes<Loader::kStep>;
+  const std::uint32_t ring_end = ring + static_cast<std::uint32_t>(stages * kStage);
   const auto advance = [ring, ring_end](std::uint32_t stage) {
-    return stage + kStageBytes == ring_end ? ring : stage + kStageBytes;
+    return stage + kStage == ring_end ? ring : stage + kStage;
   };
   std::uint32_t write = ring;  // the stage that is filled next
   for (int s = 0; s < stages - 1; ++s) {
@@ -204,36 +213,37 @@ __device__ __forceinline__ void fast_loop(Loader& loader, int steps, int stages,
     write = advance(write);
   }
   wait_all_but(stages - 2);
-  block_barrier();
+  named_barrier(kFastThreads);
   std::uint32_t read = ring;
   if constexpr (kActive) {
-    warp.load_b(0, read + kOperandBytes, 0);
+    warp.load_b(0, read + kOperand, 0);
     warp.load_a(0, read, 0, 0);
   }
   for (int step = 0; step < steps; ++step) {
     const std::uint32_t next = advance(read);
-    if constexpr (kActive) {
-      warp.load_b(1, read + kOperandBytes, 1);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        warp.load_a((i + 1) & 1, read, (i + 1) % 4, (i + 1) / 4);
-        warp.multiply(i, i & 1, 0);
+    for (int part = 0; part < kParts; ++part) {
+      const bool last = part == kParts - 1;
+      if (last) {
+        wait_all_but(stages - 3);
+        named_barrier(kFastThreads);
       }
-    }
-    wait_all_but(stages - 3);
-    block_barrier();
-    if constexpr (kActive) warp.load_b(0, next + kOperandBytes, 0);
-    loader.issue(write);
-    commit_copies();
-    if constexpr (kActive) {
+      if constexpr (kActive)
+        warp.load_b((part + 1) & 1, (last ? next : read) + kOperand, last ? 0 : part + 1);
+      if (last) {
+        loader.issue(write);
+        commit_copies();
+      }
+      if constexpr (kActive) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i < 3) {
-          warp.load_a((i + 1) & 1, read, i + 1, 1);
-        } else {
-          warp.load_a(0, next, 0, 0);
+        for (int i = 0; i < 4; ++i) {
+          if (i < 3) {
+            warp.load_a((i + 1) & 1, read, i + 1, part);
+          } else {
+            warp.load_a(0, last ? next : read, 0, last ? 0 : part + 1);
+          }
+          warp.multiply(i, i & 1, part & 1);
         }
-        warp.multiply(i, i & 1, 1);
       }
     }
     read = next;
@@ -246,8 +256,8 @@ __device__ __forceinline__ void fast_loop(Loader& loader, int steps, int stages,
 template <typename T, typename Loader>
 __device__ __forceinline__ void fast_main_loop(Loader& loader, const Tile& tile, int stages,
                                                unsigned char* shared) {
-  const int steps = static_cast<int>((tile.depth + kTileK - 1) / kTileK);
-  WarpTile<T, Loader::kMajorA, Loader::kMajorOfB> warp;
+  const int steps = static_cast<int>((tile.depth + Loader::kStep - 1) / Loader::kStep);
+  WarpTileOf<T, Loader> warp;
   const bool active = warp.m0 < tile.rows;
   if (active) {
     fast_loop<true, T>(loader, steps, stages, shared_address(shared), warp);
@@ -259,14 +269,14 @@ __device__ __forceinline__ void fast_main_loop(Loader& loader, const Tile& tile,
   __syncthreads();
 }
 
-template <typename T, Major kMajorB, typename Epilogue>
+template <typename T, Major kMajorB, int kStep, typename Epilogue>
 __global__ void __launch_bounds__(kFastThreads, 2)
     rows_fast_kernel(const __grid_constant__ RowsProblem problem, const __grid_constant__ Epilogue epilogue,
                      int stages) {
   extern __shared__ __align__(128) unsigned char shared[];
   Tile tile;
   if (!problem.locate(blockIdx.x, &tile)) return;
-  RowsLoader<T, kMajorB> loader(problem, tile);
+  RowsLoader<T, kMajorB, kStep> loader(problem, tile);
   fast_main_loop<T>(loader, tile, stages, shared);
   epilogue.template apply<kFastThreads>(tile, reinterpret_cast<const float*>(shared));
 }

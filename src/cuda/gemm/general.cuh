@@ -9,6 +9,8 @@
 
 namespace moestro::cuda::gemm {
 
+constexpr int kGeneralStep = 32;
+
 template <typename T, typename Problem, typename Epilogue>
 __global__ void __launch_bounds__(kFastThreads, 2)
     general_kernel(const __grid_constant__ Problem problem, const __grid_constant__ Epilogue epilogue) {
@@ -16,9 +18,10 @@ __global__ void __launch_bounds__(kFastThreads, 2)
   Tile tile;
   if (!problem.locate(blockIdx.x, &tile)) return;
   const int thread = static_cast<int>(threadIdx.x);
-  WarpTile<T, Major::kAlongK, Major::kAlongK> warp;
+  WarpTile<T, Major::kAlongK, Major::kAlongK, kGeneralStep> warp;
+  constexpr int kTileK = kGeneralStep;
   const auto store = [](std::uint32_t operand, int row, int k, T value) {
-    unsigned char* chunk = shared + operand + chunk_offset<Major::kAlongK>(row, k / 8);
+    unsigned char* chunk = shared + operand + chunk_offset<Major::kAlongK, kGeneralStep>(row, k / 8);
     reinterpret_cast<T*>(chunk)[k % 8] = value;
   };
   const bool b_along_k = problem.b_contiguous_along_k();
@@ -34,13 +37,13 @@ __global__ void __launch_bounds__(kFastThreads, 2)
     for (int i = 0; i < kTileK; ++i) {
       const int k = b_along_k ? thread % kTileK : i;
       const int n = b_along_k ? thread / kTileK + kFastThreads / kTileK * i : thread;
-      store(kOperandBytes, n, k, problem.template load_b<T>(tile, n, k0 + k));
+      store(kOperandBytes<kGeneralStep>, n, k, problem.template load_b<T>(tile, n, k0 + k));
     }
     __syncthreads();
     const std::uint32_t base = shared_address(shared);
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
-      warp.load_b(0, base + kOperandBytes, step);
+      warp.load_b(0, base + kOperandBytes<kGeneralStep>, step);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         warp.load_a(0, base, i, step);

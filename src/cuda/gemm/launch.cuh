@@ -34,12 +34,16 @@ Status launch_rows(const GemmPlan& plan, const RowsProblem& problem, const Epilo
       return launch("general_kernel", general_kernel<T, RowsProblem, Epilogue>, plan, ordinal, stream,
                     problem, epilogue);
     }
-    if (plan.b_along_k) {
-      return launch("rows_fast_kernel", rows_fast_kernel<T, Major::kAlongK, Epilogue>, plan, ordinal, stream,
+    const auto launch_fast = [&]<Major kMajorB, int kStep>() {
+      return launch("rows_fast_kernel", rows_fast_kernel<T, kMajorB, kStep, Epilogue>, plan, ordinal, stream,
                     problem, epilogue, plan.stages);
+    };
+    if (plan.step == 64) {
+      return plan.b_along_k ? launch_fast.template operator()<Major::kAlongK, 64>()
+                            : launch_fast.template operator()<Major::kAlongMN, 64>();
     }
-    return launch("rows_fast_kernel", rows_fast_kernel<T, Major::kAlongMN, Epilogue>, plan, ordinal, stream,
-                  problem, epilogue, plan.stages);
+    return plan.b_along_k ? launch_fast.template operator()<Major::kAlongK, 32>()
+                          : launch_fast.template operator()<Major::kAlongMN, 32>();
   }
 }
 

@@ -1,4 +1,4 @@
-/// The portable matrix kernels' tile: 128 x 128 outputs of one expert, summed over k in steps of 32.
+/// The portable matrix kernels' tile: 128 x 128 outputs of one expert, summed over k in steps of 32 or 64.
 ///
 /// A tile is made by one of three main loops (fast.cuh: tensor cores, 16-byte copies; general.cuh: tensor
 /// cores or f32 arithmetic, any strides and addresses) and always ends the same way: the f32 sums go to
@@ -14,15 +14,17 @@ namespace moestro::cuda::gemm {
 
 constexpr int kTileM = 128;
 constexpr int kTileN = 128;
-constexpr int kTileK = 32;
 
 /// Floats from one row of the staged sums to the next; 8 banks apart, so that fragments store without
 /// conflicts.
 constexpr int kStagedPitch = kTileN + 8;
 constexpr int kStagedBytes = kTileM * kStagedPitch * 4;
 
-/// Bytes of one k-step of both operands in 16-bit elements.
-constexpr int kStageBytes = (kTileM + kTileN) * kTileK * 2;
+/// Bytes of one step of kStep of k: both operands, 16-bit elements.
+template <int kStep>
+constexpr int kStageBytes = (kTileM + kTileN) * kStep * 2;
+template <int kStep>
+constexpr int kOperandBytes = kStageBytes<kStep> / 2;
 
 /// Where a block's tile lies. `m0` and `n0` count in the product's own rows and columns.
 struct Tile {

@@ -2,8 +2,9 @@
 ///
 /// Operands lie in shared memory in one of two layouts, 16-byte chunks permuted so that both the copies in
 /// and ldmatrix out touch every bank once:
-///   kAlongK   [128 rows of m or n][32 of k]   chunk c of row r at slot c ^ (r / 2 % 4)
-///   kAlongMN  [32 of k][128 of m or n]        chunk c of row k at slot c ^ (k % 8)
+///   kAlongK   [128 rows of m or n][kStep of k]   chunk c of row r at slot c ^ (r % 8), kStep 64
+///                                                               at slot c ^ (r / 2 % 4), kStep 32
+///   kAlongMN  [kStep of k][128 of m or n]        chunk c of row k at slot c ^ (k % 8)
 #pragma once
 
 #include "cuda/device/ptx.cuh"
@@ -13,16 +14,16 @@ namespace moestro::cuda::gemm {
 
 enum class Major { kAlongK, kAlongMN };
 
-constexpr int kFastThreads = 128;               // four warps, two by two
-constexpr int kOperandBytes = kStageBytes / 2;  // of one operand in a stage
-constexpr int kRowBytes = kTileK * 2;           // kAlongK
-constexpr int kPlaneBytes = kTileN * 2;         // kAlongMN: one k
+constexpr int kFastThreads = 128;        // four warps, two by two
+constexpr int kPlaneBytes = kTileN * 2;  // kAlongMN: one k
 
 /// Byte offset of 16-byte chunk `chunk` of row `row` of an operand's part of a stage.
-template <Major kMajor>
+template <Major kMajor, int kStep>
 __device__ __forceinline__ std::uint32_t chunk_offset(int row, int chunk) {
+  static_assert(kStep == 32 || kStep == 64);
   if constexpr (kMajor == Major::kAlongK) {
-    return static_cast<std::uint32_t>(row * kRowBytes + ((chunk ^ (row >> 1 & 3)) << 4));
+    const int flip = kStep == 64 ? row & 7 : row >> 1 & 3;
+    return static_cast<std::uint32_t>(row * kStep * 2 + ((chunk ^ flip) << 4));
   } else {
     return static_cast<std::uint32_t>(row * kPlaneBytes + ((chunk ^ (row & 7)) << 4));
   }
@@ -30,7 +31,7 @@ __device__ __forceinline__ std::uint32_t chunk_offset(int row, int chunk) {
 
 /// Where a lane's ldmatrix rows lie in an operand's part of a stage. Fragment i is 16 of m or n, step s is
 /// 16 of k; both only flip bits of, or add constants to, what is computed once.
-template <Major kMajor>
+template <Major kMajor, int kStep>
 struct LanePlace {
   std::uint32_t row;      // bytes
   std::uint32_t swizzle;  // bytes
@@ -39,8 +40,8 @@ struct LanePlace {
   __device__ __forceinline__ LanePlace(int warp_mn0, int k_half, int mn_half) {
     const int lane_row = static_cast<int>(threadIdx.x) % 8;
     if constexpr (kMajor == Major::kAlongK) {
-      row = static_cast<std::uint32_t>((warp_mn0 + mn_half * 8 + lane_row) * kRowBytes);
-      swizzle = static_cast<std::uint32_t>((k_half ^ (lane_row >> 1)) << 4);
+      row = static_cast<std::uint32_t>((warp_mn0 + mn_half * 8 + lane_row) * kStep * 2);
+      swizzle = static_cast<std::uint32_t>((k_half ^ (kStep == 64 ? lane_row : lane_row >> 1)) << 4);
     } else {
       row = static_cast<std::uint32_t>((k_half * 8 + lane_row) * kPlaneBytes + warp_mn0 * 2);
       swizzle = static_cast<std::uint32_t>((mn_half ^ lane_row) << 4);
@@ -51,7 +52,7 @@ struct LanePlace {
                                        std::uint32_t (&registers)[4]) const {
     if constexpr (kMajor == Major::kAlongK) {
       load_matrices(
-          operand + row + (swizzle ^ static_cast<std::uint32_t>(step << 5)) + fragment * 16 * kRowBytes,
+          operand + row + (swizzle ^ static_cast<std::uint32_t>(step << 5)) + fragment * 16 * kStep * 2,
           registers);
     } else {
       load_matrices_transposed(
@@ -61,15 +62,15 @@ struct LanePlace {
   }
 };
 
-template <typename T, Major kMajorA, Major kMajorB>
+template <typename T, Major kMajorA, Major kMajorB, int kStep>
 struct WarpTile {
   float sum[4][8][4];
   std::uint32_t a[2][4];     // one fragment of A ahead
   std::uint32_t b[2][4][4];  // one step of B ahead
   int m0;                    // of the warp within the tile
   int n0;
-  LanePlace<kMajorA> place_a;
-  LanePlace<kMajorB> place_b;
+  LanePlace<kMajorA, kStep> place_a;
+  LanePlace<kMajorB, kStep> place_b;
 
   // ldmatrix fills an mma's registers in this order: A (m, k), (m+8, k), (m, k+8), (m+8, k+8);
   // B, two fragments of 8 columns: (n, k), (n, k+8), (n+8, k), (n+8, k+8).
