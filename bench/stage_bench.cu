@@ -48,10 +48,12 @@ __device__ unsigned hash(unsigned long long x) {
 /// About normal: the sum of four uniforms.
 __device__ float draw(unsigned long long seed, unsigned long long i) {
   float sum = -2.0F;
-  for (int part = 0; part < 4; ++part) sum += static_cast<float>(hash((seed * 4 + part) << 40 ^ i)) * 0x1p-32F;
+  for (int part = 0; part < 4; ++part)
+    sum += static_cast<float>(hash((seed * 4 + part) << 40 ^ i)) * 0x1p-32F;
   return sum * 1.7320508F;
 }
-__global__ void fill_kernel(unsigned short* bf16, float* f32, long long count, unsigned long long seed, float scale) {
+__global__ void fill_kernel(unsigned short* bf16, float* f32, long long count, unsigned long long seed,
+                            float scale) {
   const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
   for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
     const float value = draw(seed, static_cast<unsigned long long>(i)) * scale;
@@ -72,8 +74,8 @@ struct Memory {
     view.data = take(static_cast<std::size_t>(view.numel() * moestro::dtype_bytes(dtype)));
     if (scale != 0.0F) {
       fill_kernel<<<2048, 256>>>(dtype == DType::kBF16 ? static_cast<unsigned short*>(view.data) : nullptr,
-                                 dtype == DType::kF32 ? static_cast<float*>(view.data) : nullptr, view.numel(),
-                                 ++seed, scale);
+                                 dtype == DType::kF32 ? static_cast<float*>(view.data) : nullptr,
+                                 view.numel(), ++seed, scale);
       check(cudaDeviceSynchronize(), "fill");
     }
     return view;
@@ -124,8 +126,8 @@ struct Bench {
   }
 
   void report(const char* what, const char* shape, double us, double flop, double bytes) const {
-    std::printf("{\"bench\":\"stage\",\"what\":\"%s\",\"shape\":\"%s\",\"path\":\"%s\",\"us\":%.2f", what, shape,
-                path.c_str(), us);
+    std::printf("{\"bench\":\"stage\",\"what\":\"%s\",\"shape\":\"%s\",\"path\":\"%s\",\"us\":%.2f", what,
+                shape, path.c_str(), us);
     if (flop > 0) std::printf(",\"tflops\":%.1f", flop / us * 1e-6);
     if (bytes > 0) std::printf(",\"gb_per_s\":%.0f", bytes / us * 1e-3);
     std::printf(",\"device\":\"%s\"}\n", device.c_str());
@@ -148,27 +150,29 @@ void bench_router_and_dispatch(Bench& bench, bool router, bool dispatch) {
     forward.weights = memory.tensor(DType::kF32, {shape.num_tokens, shape.top_k});
     check(moestro::router_forward(forward, bench.ctx));
     if (router) {
-      bench.report("router_forward", name, bench.time(20, 20, [&] { return router_forward(forward, bench.ctx); }), 0,
-                   0);
+      bench.report("router_forward", name,
+                   bench.time(20, 20, [&] { return router_forward(forward, bench.ctx); }), 0, 0);
       moestro::RouterBackwardArgs backward;
       backward.logits = forward.logits;
       backward.expert_ids = forward.expert_ids;
       backward.d_weights = memory.tensor(DType::kF32, {shape.num_tokens, shape.top_k}, 1.0F);
       backward.d_logits = memory.tensor(DType::kBF16, {shape.num_tokens, shape.num_experts});
-      bench.report("router_backward", name, bench.time(20, 20, [&] { return router_backward(backward, bench.ctx); }),
-                   0, 0);
+      bench.report("router_backward", name,
+                   bench.time(20, 20, [&] { return router_backward(backward, bench.ctx); }), 0, 0);
     }
     if (!dispatch) continue;
     const std::int64_t num_slots = shape.num_tokens * shape.top_k;
     moestro::DispatchArgs args;
     args.expert_ids = forward.expert_ids;
     args.num_experts = shape.num_experts;
-    args.index = moestro::carve_index(memory.take(moestro::index_bytes(num_slots, shape.num_experts)), num_slots,
-                                      shape.num_experts);
+    args.index = moestro::carve_index(memory.take(moestro::index_bytes(num_slots, shape.num_experts)),
+                                      num_slots, shape.num_experts);
     moestro::Context ctx = bench.ctx;
-    ctx.workspace_bytes = moestro::dispatch_workspace_bytes(shape.num_tokens, num_slots, shape.num_experts, ctx);
+    ctx.workspace_bytes =
+        moestro::dispatch_workspace_bytes(shape.num_tokens, num_slots, shape.num_experts, ctx);
     ctx.workspace = memory.take(ctx.workspace_bytes);
-    bench.report("dispatch_forward", name, bench.time(20, 20, [&] { return dispatch_forward(args, ctx); }), 0, 0);
+    bench.report("dispatch_forward", name, bench.time(20, 20, [&] { return dispatch_forward(args, ctx); }), 0,
+                 0);
     moestro::RowWeightsArgs row_weights{forward.weights, args.index, memory.tensor(DType::kF32, {num_slots})};
     bench.report("dispatch_row_weights", name,
                  bench.time(20, 20, [&] { return dispatch_row_weights(row_weights, ctx); }), 0, 0);
@@ -249,20 +253,22 @@ void bench_layer(Bench& bench, const LayerShape& shape, const std::string& only)
     up.index = saved.index;
     up.h = saved.h;
     up.a = a;
-    bench.report("up_forward", shape.name, bench.time(1, 8, [&] { return up_forward(up, ctx); }), 2 * product, 0);
+    bench.report("up_forward", shape.name, bench.time(1, 8, [&] { return up_forward(up, ctx); }), 2 * product,
+                 0);
     moestro::DownForwardArgs down;
     down.a = a;
     down.w_down = forward.w_down;
     down.index = saved.index;
     down.y_rows = rows;
-    bench.report("down_forward", shape.name, bench.time(1, 8, [&] { return down_forward(down, ctx); }), product, 0);
+    bench.report("down_forward", shape.name, bench.time(1, 8, [&] { return down_forward(down, ctx); }),
+                 product, 0);
     moestro::CombineArgs combine;
     combine.rows = rows;
     combine.weights = forward.weights;
     combine.index = saved.index;
     combine.tokens = forward.y;
-    bench.report("combine_forward", shape.name, bench.time(1, 12, [&] { return combine_forward(combine, ctx); }), 0,
-                 combine_bytes);
+    bench.report("combine_forward", shape.name,
+                 bench.time(1, 12, [&] { return combine_forward(combine, ctx); }), 0, combine_bytes);
     moestro::DownBackwardArgs down_backward_args;
     down_backward_args.d_y = backward.d_y;
     down_backward_args.w_down = forward.w_down;
@@ -287,12 +293,12 @@ void bench_layer(Bench& bench, const LayerShape& shape, const std::string& only)
     up_backward_args.w_up = forward.w_up;
     up_backward_args.index = saved.index;
     up_backward_args.d_x_rows = rows;
-    bench.report("up_backward", shape.name, bench.time(1, 8, [&] { return up_backward(up_backward_args, ctx); }),
-                 2 * product, 0);
+    bench.report("up_backward", shape.name,
+                 bench.time(1, 8, [&] { return up_backward(up_backward_args, ctx); }), 2 * product, 0);
     combine.weights = {};
     combine.tokens = backward.d_x;
-    bench.report("combine_backward", shape.name, bench.time(1, 12, [&] { return combine_backward(combine, ctx); }),
-                 0, combine_bytes);
+    bench.report("combine_backward", shape.name,
+                 bench.time(1, 12, [&] { return combine_backward(combine, ctx); }), 0, combine_bytes);
     moestro::UpWeightBackwardArgs up_weight;
     up_weight.x = forward.x;
     up_weight.d_h = d_h;
@@ -321,10 +327,10 @@ void bench_layer(Bench& bench, const LayerShape& shape, const std::string& only)
       std::sort(times.begin(), times.end());
       return times[kCalls / 2];
     };
-    bench.report("host_layer_forward", shape.name, host_us([&] { return layer_forward(config, forward, ctx); }), 0,
-                 0);
-    bench.report("host_layer_backward", shape.name, host_us([&] { return layer_backward(config, backward, ctx); }),
-                 0, 0);
+    bench.report("host_layer_forward", shape.name,
+                 host_us([&] { return layer_forward(config, forward, ctx); }), 0, 0);
+    bench.report("host_layer_backward", shape.name,
+                 host_us([&] { return layer_backward(config, backward, ctx); }), 0, 0);
   }
 }
 
@@ -358,7 +364,8 @@ int main(int argc, char** argv) {
   check(cudaStreamCreateWithFlags(&bench.stream, cudaStreamNonBlocking), "stream");
   bench.ctx.stream = bench.stream;
   const auto wants = [&](const char* what) { return only.empty() || only.find(what) != std::string::npos; };
-  if (wants("router") || wants("dispatch")) bench_router_and_dispatch(bench, wants("router"), wants("dispatch"));
+  if (wants("router") || wants("dispatch"))
+    bench_router_and_dispatch(bench, wants("router"), wants("dispatch"));
   if (!wants("stages") && !wants("layer") && !wants("host")) return 0;
   for (const LayerShape& shape : kLayerShapes) {
     if (is_listed(shapes, shape.name)) bench_layer(bench, shape, only);
