@@ -41,6 +41,7 @@ TEST_P(LayerTest, EveryOptionInEveryType) {
   }
 }
 
+// transformers issue 48644 (d = 1025: rows not 16-byte aligned), megablocks PR 87 (K = 1 keeps [T, 1]).
 TEST_P(LayerTest, HardShapes) {
   const Shape shapes[] = {
       {1, 1, 1, 1, 1},     {2, 7, 3, 40, 6},    {3, 33, 65, 60, 10},  {5, 7, 704, 40, 12},
@@ -95,6 +96,8 @@ TEST_P(LayerTest, EveryRoutingKind) {
   }
 }
 
+// Liger PR 1377 (gate and up as views of one tensor: the experts' stride is not n d), transformers issue
+// 48644 (transposed weights), vllm PR 51117 (strided x read past its end): guards and NaN lie in every gap.
 TEST_P(LayerTest, StridedTransposedAndUnalignedViews) {
   std::uint64_t seed = 600;
   for (const DType dtype : dtypes()) {

@@ -13,6 +13,8 @@ std::size_t aligned(std::int64_t bytes) {
   return (static_cast<std::size_t>(bytes) + kAlignment - 1) / kAlignment * kAlignment;
 }
 
+// transformers issue 47467, Automodel PR 2635: what is kept depends on the configuration alone, so no
+// routing can change it.
 // Section 2 of the design, in bf16: 4 R n bytes gated (2 R n ungated) for H, 6 R n with A, 0 for none.
 TEST_P(MemoryTest, KeptBytesFollowTheFormula) {
   for (const ActivationKind kind : {ActivationKind::kSwiGLU, ActivationKind::kReLU2}) {
