@@ -34,6 +34,7 @@ struct BenchOptions {
   int repeats = 20;
   int warmup = 3;
   std::string out;
+  bool graph = false;
   bool json = false;
 };
 
@@ -109,7 +110,8 @@ class Report {
                   {"bias_up", config.has_b_up},
                   {"bias_down", config.has_b_down},
                   {"routing", name_of_routing(options_.routing)},
-                  {"seed", options_.seed}};
+                  {"seed", options_.seed},
+                  {"graph", options_.graph}};
       row.update(machine);
       if (timed.flops > 0) {
         row["flops"] = timed.flops;
@@ -176,7 +178,7 @@ class Report {
 
 int run(const BenchOptions& options) {
   const test::BackendUnderTest target = find_target(options.context);
-  const std::unique_ptr<Timer> timer = make_timer(target);
+  const std::unique_ptr<Timer> timer = make_timer(target, options.graph);
   const std::string& compare = options.cases.compare;
   const auto times_stage = [&](const char* stage) {
     return std::find(options.cases.stages.begin(), options.cases.stages.end(), stage) !=
@@ -257,6 +259,7 @@ void add_bench(CLI::App& app, Command* selected) {
       ->check(CLI::Range(0, 1000000));
   bench->add_option("--seed", options->seed, "Of the random problem")->capture_default_str();
   add_context_options(*bench, &options->context);
+  bench->add_flag("--graph", options->graph, "CUDA: time the replay of a CUDA Graph instead of the calls");
   bench->add_option("--out", options->out, "Append one JSON line a row to this file")->type_name("FILE");
   bench->add_flag("--json", options->json, "Print JSON lines instead of the table (keys: bench/README.md)");
   bench->callback([options, selected] {

@@ -34,8 +34,11 @@ test::BackendUnderTest find_target(const Context& context) {
   return {name_of_backend(context.backend), context.backend, context.path, device};
 }
 
-std::unique_ptr<Timer> make_timer(const test::BackendUnderTest& target) {
-  if (!target.device->on_host()) fail("bench: timing on a CUDA device is not written yet");
+std::unique_ptr<Timer> make_timer(const test::BackendUnderTest& target, bool graph) {
+#if MOESTRO_CLI_CUDA
+  if (!target.device->on_host()) return make_cuda_timer(target, graph);
+#endif
+  if (graph) fail("--graph: the {} backend has no graphs, expected --backend cuda", target.name);
   return std::make_unique<HostTimer>();
 }
 
@@ -43,8 +46,11 @@ int num_threads(const Context& context) {
   return cpu::num_workers(context);
 }
 
-std::string device_name(const test::BackendUnderTest& target) {
-  return target.device->on_host() ? cpu_model() : "CUDA device";
+std::string device_name([[maybe_unused]] const test::BackendUnderTest& target) {
+#if MOESTRO_CLI_CUDA
+  if (!target.device->on_host()) return cuda_device_name();
+#endif
+  return cpu_model();
 }
 
 }  // namespace moestro::cli

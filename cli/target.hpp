@@ -19,7 +19,13 @@ class Timer {
   /// Microseconds from before `enqueue` is called until all that it enqueued has finished.
   virtual double time_us(const std::function<void()>& enqueue) = 0;
 };
-std::unique_ptr<Timer> make_timer(const test::BackendUnderTest& target);
+/// `graph`: on CUDA, the work is captured into a CUDA Graph and its replay timed, so that the host's launch
+/// work does not show; a UsageError on the CPU.
+std::unique_ptr<Timer> make_timer(const test::BackendUnderTest& target, bool graph = false);
+
+/// target_cuda.cpp; only in a build with CUDA.
+std::unique_ptr<Timer> make_cuda_timer(const test::BackendUnderTest& target, bool graph);
+std::string cuda_device_name();
 
 /// CPU workers that a context of the CPU backends uses.
 int num_threads(const Context& context);
