@@ -110,8 +110,7 @@ class Report {
                   {"bias_up", config.has_b_up},
                   {"bias_down", config.has_b_down},
                   {"routing", name_of_routing(options_.routing)},
-                  {"seed", options_.seed},
-                  {"graph", options_.graph}};
+                  {"seed", options_.seed}};
       row.update(machine);
       if (timed.flops > 0) {
         row["flops"] = timed.flops;
@@ -196,7 +195,11 @@ int run(const BenchOptions& options) {
       find_backend(target.id)->describe_path(config, ctx, path, sizeof path);
       Json machine = {
           {"backend", name_of_backend(target.id)}, {"path", path}, {"device", device_name(target)}};
-      if (target.device->on_host()) machine["threads"] = num_threads(ctx);
+      if (target.device->on_host()) {
+        machine["threads"] = num_threads(ctx);
+      } else {
+        machine["graph"] = options.graph;
+      }
       machine["versions"] = versions_json();
       machine["commit"] = build_json()["commit"];
       Problem problem(config, target, options.routing, options.seed);

@@ -2,8 +2,6 @@
 /// token's columns, with up to eight loads in flight at once; sums in the order of k.
 #include <cuda_runtime.h>
 
-#include <cstdlib>
-
 #include "cuda/cuda.hpp"
 #include "cuda/device.hpp"
 #include "cuda/device/numeric.cuh"
@@ -127,13 +125,15 @@ template <typename T, int kCount, int kPieces>
 void launch_combine(CombineParams params, cudaStream_t stream) {
   params.pieces = static_cast<std::int32_t>(params.width / (kCount * kPieces));
   const auto blocks = static_cast<unsigned>(ceil_div(params.num_tokens * params.pieces, kThreads));
-  if (params.token_offsets == nullptr && params.top_k <= 2) {
-    combine_kernel<T, kCount, 2, kPieces><<<blocks, kThreads, 0, stream>>>(params);
-  } else if (kPieces == 2 || (params.token_offsets == nullptr && params.top_k <= 4)) {
-    combine_kernel<T, kCount, 4, kPieces><<<blocks, kThreads, 0, stream>>>(params);
-  } else {
-    combine_kernel<T, kCount, 8, kPieces><<<blocks, kThreads, 0, stream>>>(params);
+  const auto launch = [&]<int kInFlight>() {
+    combine_kernel<T, kCount, kInFlight, kPieces><<<blocks, kThreads, 0, stream>>>(params);
+  };
+  const bool ragged = params.token_offsets != nullptr;
+  if (!ragged && params.top_k <= 2) return launch.template operator()<2>();
+  if constexpr (kPieces == 1) {
+    if (ragged || params.top_k > 4) return launch.template operator()<8>();
   }
+  launch.template operator()<4>();
 }
 
 }  // namespace
@@ -167,7 +167,7 @@ Status combine_forward(const CombineArgs& args, const Context& ctx) {
     constexpr int kVector = 16 / static_cast<int>(sizeof(T));
     if (params.width % kVector != 0 || !rows_are_aligned(args.rows) || !rows_are_aligned(args.tokens)) {
       launch_combine<T, 1, 1>(params, stream);
-    } else if (params.width % (2 * kVector) != 0 || std::getenv("ONE") != nullptr) {
+    } else if (params.width % (2 * kVector) != 0) {
       launch_combine<T, kVector, 1>(params, stream);
     } else {
       launch_combine<T, kVector, 2>(params, stream);

@@ -296,6 +296,7 @@ __device__ void read_histogram(const DispatchParams& p, const Shared& shared) {
     partial[thread] = sum;
     __syncthreads();
     if (pair < pairs && range == 0) {
+#pragma unroll 8
       for (int other = 1; other < ranges; ++other) {
         const int4 part = partial[other * pairs + pair];
         sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
