@@ -47,6 +47,7 @@ void combine(const CombineArgs& args, const Context& ctx) {
           const Real weight = weight_of(slot);
           Real* __restrict to = sum;
           vectorized([=] {
+#pragma GCC ivdep
             for (std::int64_t i = 0; i < count; ++i) to[i] += weight * static_cast<Real>(from[i]);
           });
         }

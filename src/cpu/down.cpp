@@ -73,6 +73,7 @@ Status forward(const DownForwardArgs& args, const Context& ctx) {
       for (std::int64_t i = 0; i < tile.count; ++i) {
         Real* __restrict sum = c + i * c_stride;
         vectorized([=] {
+#pragma GCC ivdep
           for (std::int64_t j = 0; j < count; ++j) sum[j] += line[j];
         });
       }
@@ -177,6 +178,7 @@ Status backward(const DownBackwardArgs& args, const Context& ctx) {
             Real* __restrict value = pre[line];
             const Real* __restrict add = biases[line];
             vectorized([=] {
+#pragma GCC ivdep
               for (std::int64_t j = 0; j < count; ++j) value[j] = scale * value[j] + add[j];
             });
           }
@@ -188,6 +190,7 @@ Status backward(const DownBackwardArgs& args, const Context& ctx) {
         } else if constexpr (!std::is_same_v<T, Real>) {
           Real* value = a_line;
           vectorized([=] {
+#pragma GCC ivdep
             for (std::int64_t j = 0; j < count; ++j) value[j] = converted<Real>(converted<T>(value[j]));
           });
         }
@@ -207,6 +210,7 @@ Status backward(const DownBackwardArgs& args, const Context& ctx) {
             T* __restrict out =
                 static_cast<T*>(args.d_h.data) + row * args.d_h.stride[0] + line * hidden + j0;
             vectorized([=] {
+#pragma GCC ivdep
               for (std::int64_t j = 0; j < count; ++j) out[j] = converted<T>(scale * slope[j]);
             });
           }
@@ -216,6 +220,7 @@ Status backward(const DownBackwardArgs& args, const Context& ctx) {
           const Real factor = before ? Real(1) : scale;
           T* __restrict out = static_cast<T*>(args.a_scaled.data) + row * args.a_scaled.stride[0] + j0;
           vectorized([=] {
+#pragma GCC ivdep
             for (std::int64_t j = 0; j < count; ++j) out[j] = converted<T>(factor * value[j]);
           });
         }

@@ -54,6 +54,7 @@ void convert_row(std::int64_t count, const From* __restrict from, To* __restrict
     std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(To));
   } else {
     vectorized([=] {
+#pragma GCC ivdep
       for (std::int64_t i = 0; i < count; ++i) to[i] = converted<To>(from[i]);
     });
   }

@@ -52,6 +52,7 @@ void store_gradient(const Acc<T>* c, std::int64_t m, std::int64_t n, const Gradi
     const bool add = out.accumulate;
     if (step == 1) {
       vectorized([=] {
+#pragma GCC ivdep
         for (std::int64_t j = 0; j < n; ++j) {
           to[j] = converted<Out>(add ? from[j] + converted<Acc<T>>(to[j]) : from[j]);
         }
@@ -208,6 +209,7 @@ void bias_gradient(const Context& ctx, const Index& index, const Rows<T>& rows, 
       copy_tile(rows.from(r), 1, j0, count, line);
       const Real factor = scale != nullptr ? scale[r] : Real(1);
       vectorized([&sum, &line, count, factor] {
+#pragma GCC ivdep
         for (std::int64_t j = 0; j < count; ++j) sum[j] += factor * line[j];
       });
     }

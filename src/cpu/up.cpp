@@ -92,12 +92,19 @@ Status forward(const UpForwardArgs& args, const Context& ctx) {
       for (int line = 0; line < lines; ++line) {
         Real* __restrict value = values[line];
         const Real* __restrict add = biases[line];
-        const Real* __restrict from = product + (interleaved ? line : line * up_at);
-        const std::int64_t step = interleaved ? 2 : 1;
+        if (interleaved) {
+          const Real* from = product + line;
+          vectorized([=] {
+#pragma GCC ivdep
+            for (std::int64_t j = 0; j < count; ++j) value[j] = from[2 * j];
+          });
+        } else {
+          convert_row(count, product + line * up_at, value);
+        }
         vectorized([=] {
+#pragma GCC ivdep
           for (std::int64_t j = 0; j < count; ++j) {
-            const Real sum = step == 1 ? from[j] : from[2 * j];
-            value[j] = converted<Real>(converted<T>(before ? sum : sum + add[j]));
+            value[j] = converted<Real>(converted<T>(before ? value[j] : value[j] + add[j]));
           }
         });
         if (args.h.present()) {
@@ -107,6 +114,7 @@ Status forward(const UpForwardArgs& args, const Context& ctx) {
         if (before) {
           const Real scale = row_weights[row];
           vectorized([=] {
+#pragma GCC ivdep
             for (std::int64_t j = 0; j < count; ++j) value[j] = scale * value[j] + add[j];
           });
         }
