@@ -154,6 +154,7 @@ Status backward(const DownBackwardArgs& args, const Context& ctx) {
 
     Real biases[2][kBlock] = {};
     Real pre[2][kBlock], slopes[2][kBlock], a_line[kBlock], h_line[kBlock];
+    [[maybe_unused]] T rounded[kBlock];
     for (std::int64_t j0 = 0; j0 < hidden; j0 += kBlock) {
       const std::int64_t count = std::min(kBlock, hidden - j0);
       const Weight<T> w{static_cast<const T*>(args.w_down.data) + tile.expert * args.w_down.stride[0] +
@@ -188,11 +189,8 @@ Status backward(const DownBackwardArgs& args, const Context& ctx) {
         if (args.a.present()) {
           convert_row(count, static_cast<const T*>(args.a.data) + row * args.a.stride[0] + j0, a_line);
         } else if constexpr (!std::is_same_v<T, Real>) {
-          Real* value = a_line;
-          vectorized([=] {
-#pragma GCC ivdep
-            for (std::int64_t j = 0; j < count; ++j) value[j] = converted<Real>(converted<T>(value[j]));
-          });
+          convert_row(count, a_line, rounded);
+          convert_row(count, rounded, a_line);
         }
         if (wants_sums && !before) add_products(count, g, a_line, sums[i]);
         for (int line = 0; line < lines; ++line) {

@@ -86,6 +86,7 @@ Status forward(const UpForwardArgs& args, const Context& ctx) {
     }
     Real values[2][kColumnTile / 2];
     Real a_line[kColumnTile / 2];
+    [[maybe_unused]] T rounded[kColumnTile / 2];
     for (std::int64_t i = 0; i < tile.count; ++i) {
       const std::int64_t row = tile.first + i;
       const Real* product = c + i * c_stride;
@@ -101,12 +102,16 @@ Status forward(const UpForwardArgs& args, const Context& ctx) {
         } else {
           convert_row(count, product + line * up_at, value);
         }
-        vectorized([=] {
+        if (!before && bias != nullptr) {
+          vectorized([=] {
 #pragma GCC ivdep
-          for (std::int64_t j = 0; j < count; ++j) {
-            value[j] = converted<Real>(converted<T>(before ? value[j] : value[j] + add[j]));
-          }
-        });
+            for (std::int64_t j = 0; j < count; ++j) value[j] += add[j];
+          });
+        }
+        if constexpr (!std::is_same_v<T, Real>) {  // A is computed from H as it is stored
+          convert_row(count, value, rounded);
+          convert_row(count, rounded, value);
+        }
         if (args.h.present()) {
           convert_row(count, value,
                       static_cast<T*>(args.h.data) + row * args.h.stride[0] + line * hidden + j0);
