@@ -81,7 +81,6 @@ int run(const InfoOptions& options) {
              cpu["instructions"].empty() ? "" : ", ", words(cpu["instructions"]));
   fmt::print("openblas   {} ({} kernels)\n", text(versions["openblas"]),
              versions.value("openblas_core", "unknown"));
-  fmt::print("onednn     {}\n", versions.contains("onednn") ? text(versions["onednn"]) : "not in this build");
   fmt::print("cuda       {}\n", find_backend(BackendId::kCUDA) != nullptr
                                     ? "toolkit " + versions.value("cuda", "unknown")
                                     : std::string("not in this build"));

@@ -13,7 +13,7 @@ std::string utc_now();       ///< "2026-01-31T12:00:00Z"
 /// {"moestro", "commit", "build_type", "compiler", "flags"}
 nlohmann::ordered_json build_json();
 
-/// {"moestro", "compiler", "openblas", "onednn", "cuda"}; a library that is not there is left out.
+/// {"moestro", "compiler", "openblas", "cuda"}; a library that is not there is left out.
 nlohmann::ordered_json versions_json();
 
 /// {"model", "logical_processors", "memory_bytes", "instructions": ["avx2", …]}
