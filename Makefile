@@ -24,8 +24,8 @@ asan:        ## the C++ tests under AddressSanitizer and UndefinedBehaviorSaniti
 	@tools/asan.sh
 docs-check:  ## check that every link and path in the docs exists
 	@python3 tools/check_docs.py
-test-gpu:    ## as test, with the CUDA backend whatever CUDA says: its tests run on this machine's GPU
-	@CUDA=ON tools/test.sh $(ARGS)
+test-gpu:    ## on this machine's GPU: C++ suites, sanitizers, benchmarks, Python suite
+	@tools/gpu_round.sh $(ARGS)
 clean:       ## remove what builds made (.venv stays)
 	rm -rf build build-*
 
