@@ -29,7 +29,8 @@ __device__ __forceinline__ void barrier_arrive(std::uint32_t barrier) {
 }
 
 __device__ __forceinline__ void barrier_expect_bytes(std::uint32_t barrier, std::uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
 }
 
 /// Returns once the phase of that parity is complete.
@@ -60,6 +61,11 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/// Barrier of this thread's (consumer) warpgroup alone.
+__device__ __forceinline__ void sync_warpgroup() {
+  named_sync(static_cast<int>(threadIdx.x) / 128, 128);
+}
+
 /// Orders this thread's ordinary accesses to shared memory before later ones by wgmma and the copy engine.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -76,8 +82,12 @@ __device__ __forceinline__ void give_registers() {
 
 // ---- cp.async: 16 bytes by one thread, at any address ----
 
+__device__ __forceinline__ void copy_16_bytes(std::uint32_t target, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+
 /// Copies 16 bytes, or writes 16 zero bytes when `valid` is false (`source` must be a mapped address).
-__device__ __forceinline__ void copy_16_bytes(std::uint32_t target, const void* source, bool valid) {
+__device__ __forceinline__ void copy_16_bytes_or_zero(std::uint32_t target, const void* source, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes)
                : "memory");
@@ -91,10 +101,6 @@ __device__ __forceinline__ void arrive_after_copies(std::uint32_t barrier) {
 
 // ---- TMA: a box of a tensor of four axes, innermost first ----
 
-__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 __device__ __forceinline__ void tma_load(std::uint32_t target, const CUtensorMap& map, std::uint32_t barrier,
                                          int c0, int c1, int c2, int c3) {
   asm volatile(
@@ -104,11 +110,12 @@ __device__ __forceinline__ void tma_load(std::uint32_t target, const CUtensorMap
       : "memory");
 }
 
-__device__ __forceinline__ void tma_store(const CUtensorMap& map, std::uint32_t source, int c0, int c1, int c2,
-                                          int c3) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
-               "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-               : "memory");
+__device__ __forceinline__ void tma_store(const CUtensorMap& map, std::uint32_t source, int c0, int c1,
+                                          int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+      "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
 }
 
 /// target += source, element by element. Each element of the target is added to once a launch, so the
@@ -116,12 +123,15 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, std::uint32_t 
 __device__ __forceinline__ void tma_add(const CUtensorMap& map, std::uint32_t source, int c0, int c1, int c2,
                                         int c3) {
   asm volatile(
-      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          &map),
       "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
 
-__device__ __forceinline__ void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void tma_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 
 /// Waits until at most kPending of this thread's committed stores still read shared memory.
 template <int kPending>
@@ -147,8 +157,8 @@ __device__ __forceinline__ void store_matrices(std::uint32_t address, std::uint3
 __device__ __forceinline__ void store_matrices_transposed(std::uint32_t address, std::uint32_t r0,
                                                           std::uint32_t r1, std::uint32_t r2,
                                                           std::uint32_t r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0),
-               "r"(r1), "r"(r2), "r"(r3)
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                : "memory");
 }
 
@@ -162,6 +172,14 @@ __device__ __forceinline__ uint4 load_shared_16_bytes(std::uint32_t address) {
 }
 __device__ __forceinline__ void zero_shared_16_bytes(std::uint32_t address) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
+__device__ __forceinline__ int load_shared(std::uint32_t address) {
+  int value;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_shared(std::uint32_t address, int value) {
+  asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 __device__ __forceinline__ void store_shared(std::uint32_t address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
@@ -193,7 +211,11 @@ __device__ __forceinline__ float2 unpack<__nv_bfloat16>(std::uint32_t pair) {
 }
 template <>
 __device__ __forceinline__ float2 unpack<__half>(std::uint32_t pair) {
-  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  float2 value;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
+      : "=f"(value.x), "=f"(value.y)
+      : "r"(pair));
+  return value;
 }
 
 }  // namespace moestro::cuda::hopper

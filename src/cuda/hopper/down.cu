@@ -10,7 +10,8 @@ const char* refusal(const DownForwardArgs& args, int device_index) {
   if (args.w_down.extent[1] % 8 != 0) return "d is not a multiple of 8";
   if (args.w_down.extent[2] % 8 != 0) return "n is not a multiple of 8";
   if (const char* reason = refuse_layout(args.a, "a is not in 16-byte steps")) return reason;
-  if (const char* reason = refuse_layout(args.w_down, "w_down is transposed, or not in 16-byte steps")) return reason;
+  if (const char* reason = refuse_layout(args.w_down, "w_down is transposed, or not in 16-byte steps"))
+    return reason;
   if (args.b_down.present() && args.b_down.stride[1] != 1) return "b_down is not contiguous along its rows";
   return refuse_layout(args.y_rows, "y_rows is not in 16-byte steps");
 }
@@ -36,7 +37,7 @@ Status down_forward(const DownForwardArgs& args, const Context& ctx, cudaStream_
   const auto run = [&](auto element) {
     return launch_rows<decltype(element), LoadWeightAlongK>("down_forward", p, args.w_down, 1,
                                                             GateLayout::kConcatenated, num_slots, args.index,
-                                                            plan_rows(n, d), ctx.device_index, stream);
+                                                            plan_rows(n, d), ctx, stream);
   };
   return args.a.dtype == DType::kBF16 ? run(__nv_bfloat16{}) : run(__half{});
 }

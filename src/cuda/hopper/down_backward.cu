@@ -9,12 +9,14 @@
 namespace moestro::cuda::hopper {
 namespace {
 
+constexpr int kTileN = 256;
+
 template <class Element_, ActivationFamily kFamily>
 struct DownBackwardKernel {
   using Element = Element_;
-  static constexpr int kN = 128;
-  static constexpr int kStages = 4;
-  static constexpr bool kPingPong = true;
+  static constexpr int kN = kTileN;
+  static constexpr int kStages = 3;
+  static constexpr bool kPingPong = false;
   static constexpr int kProducerRegisters = 56;
   static constexpr int kConsumerRegisters = 224;
   using Schedule = RowTiles;
@@ -24,21 +26,21 @@ struct DownBackwardKernel {
 };
 
 template <class Element, ActivationFamily kFamily>
-Status launch_family(const Parameters& p, std::int64_t count, int device_index, cudaStream_t stream) {
+Status launch_family(Parameters& p, std::int64_t count, const Context& ctx, cudaStream_t stream) {
   using Kernel = DownBackwardKernel<Element, kFamily>;
-  return launch("down_backward", expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, device_index,
+  return launch("down_backward", expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, ctx,
                 stream);
 }
 
 template <class Element>
-Status launch_down_backward(const Parameters& p, std::int64_t count, int device_index, cudaStream_t stream) {
+Status launch_down_backward(Parameters& p, std::int64_t count, const Context& ctx, cudaStream_t stream) {
   if (p.activation.kind == ActivationKind::kSwiGLU) {
-    return launch_family<Element, ActivationFamily::kSwiGLU>(p, count, device_index, stream);
+    return launch_family<Element, ActivationFamily::kSwiGLU>(p, count, ctx, stream);
   }
   if (is_gated(p.activation.kind)) {
-    return launch_family<Element, ActivationFamily::kGated>(p, count, device_index, stream);
+    return launch_family<Element, ActivationFamily::kGated>(p, count, ctx, stream);
   }
-  return launch_family<Element, ActivationFamily::kUngated>(p, count, device_index, stream);
+  return launch_family<Element, ActivationFamily::kUngated>(p, count, ctx, stream);
 }
 
 struct SumPartials {
@@ -67,7 +69,7 @@ __global__ void __launch_bounds__(256) sum_partials_kernel(const __grid_constant
 }  // namespace
 
 std::size_t down_backward_workspace_bytes(std::int64_t num_slots, std::int64_t d_ff) {
-  return static_cast<std::size_t>(num_slots * ceil_div(d_ff, 128)) * sizeof(float);
+  return kCounterBytes + static_cast<std::size_t>(num_slots * ceil_div(d_ff, kTileN)) * sizeof(float);
 }
 
 const char* refusal(const DownBackwardArgs& args, int device_index) {
@@ -78,7 +80,8 @@ const char* refusal(const DownBackwardArgs& args, int device_index) {
   if (args.w_down.extent[1] % 8 != 0) return "d is not a multiple of 8";
   if (args.w_down.extent[2] % 8 != 0) return "n is not a multiple of 8";
   if (const char* reason = refuse_layout(args.d_y, "d_y is not in 16-byte steps")) return reason;
-  if (const char* reason = refuse_layout(args.w_down, "w_down is transposed, or not in 16-byte steps")) return reason;
+  if (const char* reason = refuse_layout(args.w_down, "w_down is transposed, or not in 16-byte steps"))
+    return reason;
   if (const char* reason = refuse_layout(args.h, "h is not in 16-byte steps")) return reason;
   if (const char* reason = refuse_layout(args.d_h, "d_h is not in 16-byte steps")) return reason;
   return refuse_layout(args.a_scaled, "a_scaled is not in 16-byte steps");
@@ -100,7 +103,7 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStrea
   }
 
   Parameters p{};
-  set_row_tiles(args.index, ceil_div(n, 128), plan_raster(8), &p);
+  set_row_tiles(args.index, ceil_div(n, kTileN), plan_raster(8), &p);
   p.source = args.d_y.data;
   p.source_stride = args.d_y.stride[0];
   p.source_cols = static_cast<int>(d);
@@ -109,16 +112,19 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStrea
   p.cols = static_cast<int>(n);
   p.activation = args.activation;
   p.row_weights = static_cast<const float*>(args.row_weights.data);
-  p.partials = args.d_weights.present() ? static_cast<float*>(ctx.workspace) : nullptr;
-  MOESTRO_RETURN_IF_ERROR(make_weight_map("down_backward: w_down", args.w_down, 1, GateLayout::kConcatenated, 1, 64, &p.b));
+  p.partials = args.d_weights.present()
+                   ? reinterpret_cast<float*>(static_cast<char*>(ctx.workspace) + kCounterBytes)
+                   : nullptr;
+  MOESTRO_RETURN_IF_ERROR(
+      make_weight_map("down_backward: w_down", args.w_down, 1, GateLayout::kConcatenated, 1, 64, &p.b));
   MOESTRO_RETURN_IF_ERROR(make_rows_map("down_backward: h", args.h, planes, kLinesOfSlab, &p.h));
   MOESTRO_RETURN_IF_ERROR(make_rows_output("down_backward: d_h", args.d_h, planes, &p.rows_out));
   MOESTRO_RETURN_IF_ERROR(make_rows_output("down_backward: a_scaled", args.a_scaled, 1, &p.rows_out_a));
 
   const std::int64_t count = max_tiles(num_slots, args.w_down.extent[0]) * p.n_tiles;
   MOESTRO_RETURN_IF_ERROR(args.d_y.dtype == DType::kBF16
-                              ? launch_down_backward<__nv_bfloat16>(p, count, ctx.device_index, stream)
-                              : launch_down_backward<__half>(p, count, ctx.device_index, stream));
+                              ? launch_down_backward<__nv_bfloat16>(p, count, ctx, stream)
+                              : launch_down_backward<__half>(p, count, ctx, stream));
   if (args.d_weights.present()) {
     const TensorView& out = args.d_weights;
     const bool matrix = out.rank == 2;

@@ -14,15 +14,16 @@ namespace moestro::cuda::hopper {
 
 constexpr int kChunkBytes = kSlabBytes;
 
-/// Which activations a kernel is compiled for: SwiGLU alone, or all of the kind by a switch.
+/// Which activations a kernel is compiled for: SwiGLU alone (and in up: without bias, and with the routing
+/// weight after the expert), or all of the kind by a switch.
 enum class ActivationFamily { kSwiGLU, kGated, kUngated };
 
 template <ActivationFamily kFamily>
 constexpr int kPlanesOf = kFamily == ActivationFamily::kUngated ? 1 : 2;
 
 template <ActivationFamily kFamily>
-__device__ __forceinline__ activation_math::GatedValue<float> gated_value(const Activation& activation, float gate,
-                                                                          float up) {
+__device__ __forceinline__ activation_math::GatedValue<float> gated_value(const Activation& activation,
+                                                                          float gate, float up) {
   using activation_math::gated;
   if constexpr (kFamily == ActivationFamily::kSwiGLU) {
     return gated<ActivationKind::kSwiGLU>(gate, up, 0.0F, 0.0F);
@@ -40,7 +41,8 @@ __device__ __forceinline__ activation_math::GatedValue<float> gated_value(const 
   }
 }
 
-__device__ __forceinline__ activation_math::ValueSlope<float> ungated_value(const Activation& activation, float h) {
+__device__ __forceinline__ activation_math::ValueSlope<float> ungated_value(const Activation& activation,
+                                                                            float h) {
   using activation_math::ungated;
   switch (activation.kind) {
     case ActivationKind::kReLU: return ungated<ActivationKind::kReLU>(h);
@@ -50,29 +52,31 @@ __device__ __forceinline__ activation_math::ValueSlope<float> ungated_value(cons
   }
 }
 
-/// A thread's place in its warpgroup and in the fragments of ldmatrix, stmatrix and wgmma.
+/// A thread's place in its warpgroup and in the fragments of ldmatrix, stmatrix and wgmma. Functions, not
+/// members: the numbers are cheaper to compute again than to keep in registers.
 struct Lane {
-  int thread = threadIdx.x % 128;
-  int lane = threadIdx.x % 32;
-  int row = thread / 32 * 16 + lane / 4;  ///< of its first accumulators in a block; the others are 8 below
-  int col = lane % 4 * 2;                 ///< in each group of 8 columns
+  static __device__ int thread() { return threadIdx.x % 128; }
+  static __device__ int lane() { return threadIdx.x % 32; }
+  /// Row of the first accumulators of each four in a block; the others are 8 below.
+  static __device__ int row() { return thread() / 32 * 16 + lane() / 4; }
+  static __device__ int col() { return lane() % 4 * 2; }  ///< in each group of 8 columns
 
   /// Address of this lane's line for the two groups of 8 columns from `group` on of a 64 x 64 chunk:
   /// matrices (rows, group), (rows + 8, group), (rows, group + 1), (rows + 8, group + 1).
-  __device__ std::uint32_t matrices(std::uint32_t chunk, int group) const {
-    const int line = thread / 32 * 16 + lane % 16;
-    return chunk + line * kLineBytes + (((group + lane / 16) ^ (line % 8)) * 16);
+  static __device__ std::uint32_t matrices(std::uint32_t chunk, int group) {
+    const int line = thread() / 32 * 16 + lane() % 16;
+    return chunk + line * kLineBytes + (((group + lane() / 16) ^ (line % 8)) * 16);
   }
   /// The same matrices of a chunk that holds the transpose: its lines are the columns.
-  __device__ std::uint32_t matrices_transposed(std::uint32_t chunk, int group) const {
-    const int line = (group + lane / 16) * 8 + lane % 8;
-    return chunk + line * kLineBytes + (((thread / 32 * 2 + lane / 8 % 2) ^ (line % 8)) * 16);
+  static __device__ std::uint32_t matrices_transposed(std::uint32_t chunk, int group) {
+    const int line = (group + lane() / 16) * 8 + lane() % 8;
+    return chunk + line * kLineBytes + (((thread() / 32 * 2 + lane() / 8 % 2) ^ (line % 8)) * 16);
   }
 };
 
 /// Copies the first `rows` lines of a chunk to a rows output, where `cols` of its columns exist.
-__device__ __forceinline__ void copy_lines(const RowsOutput& out, std::uint32_t chunk, int thread, int rows, int row,
-                                           int plane, int col) {
+__device__ __forceinline__ void copy_lines(const RowsOutput& out, std::uint32_t chunk, int thread, int rows,
+                                           int row, int plane, int col) {
   const int c = thread % 8;
   if (col + c * 8 >= out.cols) return;
   for (int r = thread / 8; r < rows; r += 16) {
@@ -88,18 +92,17 @@ template <int kBuffers>
 struct Staging {
   static_assert(kBuffers >= 2);
   std::uint32_t base;
-  int barrier;
   int next = 0;
 
   __device__ std::uint32_t buffer() const { return base + next * kChunkBytes; }
 
   /// All threads have filled buffer(): `store` starts the copy engine on it.
   template <class Store>
-  __device__ __forceinline__ void publish(const Lane& lane, Store&& store) {
+  __device__ __forceinline__ void publish(Store&& store) {
     fence_async_proxy();
-    if (lane.thread == 0) tma_wait_read<kBuffers - 2>();
-    named_sync(barrier, 128);
-    if (lane.thread == 0) {
+    if (Lane::thread() == 0) tma_wait_read<kBuffers - 2>();
+    sync_warpgroup();
+    if (Lane::thread() == 0) {
       store(buffer());
       tma_commit();
     }
@@ -107,17 +110,17 @@ struct Staging {
   }
 
   /// Writes 64 x 64 elements, packed in pairs as wgmma leaves them: [group of 8 columns][row, row + 8].
-  __device__ __forceinline__ void put(const Lane& lane, const std::uint32_t (&pairs)[8][2], const RowsOutput& out,
-                                      int rows, int row, int plane, int col) {
+  __device__ __forceinline__ void put(const std::uint32_t (&pairs)[8][2], const RowsOutput& out, int rows,
+                                      int row, int plane, int col) {
     const std::uint32_t chunk = buffer();
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
-      store_matrices(lane.matrices(chunk, i), pairs[i][0], pairs[i][1], pairs[i + 1][0], pairs[i + 1][1]);
+      store_matrices(Lane::matrices(chunk, i), pairs[i][0], pairs[i][1], pairs[i + 1][0], pairs[i + 1][1]);
     }
-    publish(lane, [&](std::uint32_t source) {
+    publish([&](std::uint32_t source) {
       if (rows >= 64) tma_store(out.map, source, col, plane, row, 0);
     });
-    if (rows < 64) copy_lines(out, chunk, lane.thread, rows, row, plane, col);
+    if (rows < 64) copy_lines(out, chunk, Lane::thread(), rows, row, plane, col);
   }
 };
 
@@ -128,11 +131,10 @@ struct StoreRows {
   static constexpr int kStagingBytes = kBuffers * kChunkBytes;
   static constexpr int kNumBarriers = 0;
   const Parameters& p;
-  Lane lane;
   Staging<kBuffers> staging;
 
-  __device__ StoreRows(const Parameters& parameters, std::uint32_t buffers, std::uint32_t, int barrier)
-      : p(parameters), staging{buffers, barrier} {}
+  __device__ StoreRows(const Parameters& parameters, std::uint32_t buffers, std::uint32_t)
+      : p(parameters), staging{buffers} {}
   __device__ void prefetch(const Work&) {}
 
   __device__ __forceinline__ void store(float (&acc)[kN / 2], const Work& work, int block) {
@@ -147,7 +149,8 @@ struct StoreRows {
         for (int i = 0; i < 8; ++i) {
           if (col + i * 8 >= p.cols) break;
 #pragma unroll
-          for (int j = 0; j < 4; ++j) acc[chunk * 32 + i * 4 + j] += float(bias[col + i * 8 + lane.col + j % 2]);
+          for (int j = 0; j < 4; ++j)
+            acc[chunk * 32 + i * 4 + j] += float(bias[col + i * 8 + Lane::col() + j % 2]);
         }
       }
       std::uint32_t pairs[8][2];
@@ -159,11 +162,11 @@ struct StoreRows {
           pairs[i][h] = pack<Element>(a[0], a[1]);
         }
       }
-      staging.put(lane, pairs, p.rows_out, work.rows - block * 64, row, 0, col);
+      staging.put(pairs, p.rows_out, work.rows - block * 64, row, 0, col);
     }
   }
   __device__ void finish() {
-    if (lane.thread == 0) tma_wait_read<0>();
+    if (Lane::thread() == 0) tma_wait_read<0>();
   }
 };
 
@@ -172,166 +175,180 @@ template <class Element_, int kN, ActivationFamily kFamily, int kBuffers>
 struct StoreActivated {
   using Element = Element_;
   static constexpr int kPlanes = kPlanesOf<kFamily>;
+  static constexpr bool kPlain = kFamily == ActivationFamily::kSwiGLU;
   static constexpr int kCols = kN / kPlanes;  ///< of A in a tile
   static constexpr int kStagingBytes = kBuffers * kChunkBytes;
   static constexpr int kNumBarriers = 0;
   const Parameters& p;
-  Lane lane;
   Staging<kBuffers> staging;
 
-  __device__ StoreActivated(const Parameters& parameters, std::uint32_t buffers, std::uint32_t, int barrier)
-      : p(parameters), staging{buffers, barrier} {}
+  __device__ StoreActivated(const Parameters& parameters, std::uint32_t buffers, std::uint32_t)
+      : p(parameters), staging{buffers} {}
   __device__ void prefetch(const Work&) {}
 
-  __device__ __forceinline__ float bias(const Element* of_expert, int plane, int col) const {
-    return float(of_expert[plane * p.bias_up + col * p.bias_step]);
+  /// Biases of gate (and up) for two columns; zero past the last column.
+  __device__ __forceinline__ void load_bias(const Work& work, int col, float (&b)[kPlanes][2]) const {
+    const Element* of_expert = static_cast<const Element*>(p.bias) + work.expert * p.bias_stride;
+#pragma unroll
+    for (int plane = 0; plane < kPlanes; ++plane) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        b[plane][j] = col < p.cols ? float(of_expert[plane * p.bias_up + (col + j) * p.bias_step]) : 0.0F;
+      }
+    }
   }
 
   __device__ __forceinline__ void store(float (&acc)[kN / 2], const Work& work, int block) {
     const int row = work.row0 + block * 64;
     const int rows = work.rows - block * 64;
-    const Element* of_expert =
-        p.bias == nullptr ? nullptr : static_cast<const Element*>(p.bias) + work.expert * p.bias_stride;
-    float scale[2] = {1, 1};
-    if (p.bias_after_scale) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (lane.row + 8 * h < rows) scale[h] = __ldg(p.row_weights + row + lane.row + 8 * h);
-      }
-    }
 #pragma unroll
     for (int chunk = 0; chunk < kCols / 64; ++chunk) {
       const int col = work.n * kCols + chunk * 64;
       if (col >= p.cols) break;
-      std::uint32_t h_pairs[kPlanes][8][2];
-      std::uint32_t a_pairs[8][2];
+      if (!kPlain && p.bias != nullptr && !p.bias_after_scale) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          float b[kPlanes][2];
+          load_bias(work, col + i * 8 + Lane::col(), b);
+#pragma unroll
+          for (int plane = 0; plane < kPlanes; ++plane) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) acc[plane * (kN / 4) + chunk * 32 + i * 4 + j] += b[plane][j % 2];
+          }
+        }
+      }
+      std::uint32_t h[kPlanes][8][2];
+#pragma unroll
+      for (int plane = 0; plane < kPlanes; ++plane) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float* value = &acc[plane * (kN / 4) + chunk * 32 + i * 4 + r * 2];
+            h[plane][i][r] = pack<Element>(value[0], value[1]);
+          }
+        }
+        if (p.rows_out.data != nullptr) staging.put(h[plane], p.rows_out, rows, row, plane, col);
+      }
+      if (p.rows_out_a.data == nullptr) continue;
+      float scale[2] = {1, 1};
+      if (!kPlain && p.bias_after_scale) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (Lane::row() + 8 * r < rows) scale[r] = __ldg(p.row_weights + row + Lane::row() + 8 * r);
+        }
+      }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         float b[kPlanes][2] = {};
-        if (of_expert != nullptr && col + i * 8 < p.cols) {
+        if (!kPlain && p.bias != nullptr && p.bias_after_scale) load_bias(work, col + i * 8 + Lane::col(), b);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float z[kPlanes][2];  // from H as stored: backward recomputes A from the same numbers
 #pragma unroll
           for (int plane = 0; plane < kPlanes; ++plane) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) b[plane][j] = bias(of_expert, plane, col + i * 8 + lane.col + j);
-          }
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float z[kPlanes][2];
-#pragma unroll
-          for (int plane = 0; plane < kPlanes; ++plane) {
-            const float* value = &acc[plane * (kN / 4) + chunk * 32 + i * 4 + h * 2];
-            const float before = p.bias_after_scale ? 0.0F : 1.0F;
-            const std::uint32_t pair =
-                pack<Element>(value[0] + before * b[plane][0], value[1] + before * b[plane][1]);
-            h_pairs[plane][i][h] = pair;
-            const float2 stored = unpack<Element>(pair);
+            const float2 stored = unpack<Element>(h[plane][i][r]);
             z[plane][0] = stored.x;
             z[plane][1] = stored.y;
-            if (p.bias_after_scale) {
+            if (!kPlain && p.bias_after_scale) {
 #pragma unroll
-              for (int j = 0; j < 2; ++j) z[plane][j] = z[plane][j] * scale[h] + b[plane][j];
+              for (int j = 0; j < 2; ++j) z[plane][j] = z[plane][j] * scale[r] + b[plane][j];
             }
           }
           if constexpr (kPlanes == 2) {
-            a_pairs[i][h] = pack<Element>(gated_value<kFamily>(p.activation, z[0][0], z[1][0]).value,
-                                          gated_value<kFamily>(p.activation, z[0][1], z[1][1]).value);
+            h[0][i][r] = pack<Element>(gated_value<kFamily>(p.activation, z[0][0], z[1][0]).value,
+                                       gated_value<kFamily>(p.activation, z[0][1], z[1][1]).value);
           } else {
-            a_pairs[i][h] = pack<Element>(ungated_value(p.activation, z[0][0]).value,
-                                          ungated_value(p.activation, z[0][1]).value);
+            h[0][i][r] = pack<Element>(ungated_value(p.activation, z[0][0]).value,
+                                       ungated_value(p.activation, z[0][1]).value);
           }
         }
       }
-      if (p.rows_out.data != nullptr) {
-#pragma unroll
-        for (int plane = 0; plane < kPlanes; ++plane) {
-          staging.put(lane, h_pairs[plane], p.rows_out, rows, row, plane, col);
-        }
-      }
-      if (p.rows_out_a.data != nullptr) staging.put(lane, a_pairs, p.rows_out_a, rows, row, 0, col);
+      staging.put(h[0], p.rows_out_a, rows, row, 0, col);
     }
   }
   __device__ void finish() {
-    if (lane.thread == 0) tma_wait_read<0>();
+    if (Lane::thread() == 0) tma_wait_read<0>();
   }
 };
 
 /// down's backward: the accumulators are g = dY W2. H comes in by TMA while the tile is multiplied; dH takes
 /// its place in shared memory, A' goes beside it, and the partial sums of dS = <g, A> to memory.
-/// kBefore (weight before the expert): dP = act'(s h + b) g, dH = s dP, A' = A, dS = <dP, h>.
 template <class Element_, int kN, ActivationFamily kFamily>
 struct StoreActivationBackward {
   using Element = Element_;
   static constexpr int kPlanes = kPlanesOf<kFamily>;
-  static constexpr int kSets = 2;
-  static constexpr int kSetBytes = (kPlanes + 1) * kChunkBytes;  ///< H, A'
-  static constexpr int kStagingBytes = kSets * kSetBytes;
+  static constexpr int kSets = 2;  ///< of H, in turn
+  static constexpr int kSetBytes = kPlanes * kChunkBytes;
+  static constexpr int kStagingBytes = kSets * kSetBytes + kChunkBytes;  ///< the last chunk: A'
   static constexpr int kNumBarriers = kSets;
   static constexpr int kChunks = kN / 64;
   const Parameters& p;
-  Lane lane;
   std::uint32_t sets;
   std::uint32_t barriers;
-  int barrier;
+  int block;                 ///< this warpgroup's 64 rows of each tile
   std::uint32_t parity = 0;  ///< bit i: of set i
-  float scale[2][2];         ///< s of this thread's rows: [block][row, row + 8]
+  float scale[2];            ///< s of this thread's two rows
 
   __device__ StoreActivationBackward(const Parameters& parameters, std::uint32_t buffers,
-                                     std::uint32_t set_barriers, int named_barrier)
-      : p(parameters), sets(buffers), barriers(set_barriers), barrier(named_barrier) {}
+                                     std::uint32_t set_barriers)
+      : p(parameters),
+        sets(buffers),
+        barriers(set_barriers),
+        block(static_cast<int>(threadIdx.x) / 128 - 1) {}
 
-  /// Column of chunk q of the tile, and whether it exists; q counts the chunks of block 0, then of block 1.
-  __device__ __forceinline__ int column(const Work& work, int q) const { return work.n * kN + q % kChunks * 64; }
-  __device__ __forceinline__ void load(const Work& work, int q) const {
-    const std::uint32_t set = sets + q % kSets * kSetBytes;
-    barrier_expect_bytes(barriers + q % kSets * 8, kPlanes * kChunkBytes);
+  __device__ __forceinline__ void load(const Work& work, int chunk) const {
+    const std::uint32_t loaded = barriers + chunk % kSets * 8;
+    barrier_expect_bytes(loaded, kSetBytes);
 #pragma unroll
     for (int plane = 0; plane < kPlanes; ++plane) {
-      tma_load(set + plane * kChunkBytes, p.h, barriers + q % kSets * 8, column(work, q), plane,
-               work.row0 + q / kChunks * 64, 0);
+      tma_load(sets + chunk % kSets * kSetBytes + plane * kChunkBytes, p.h, loaded, work.n * kN + chunk * 64,
+               plane, work.row0 + block * 64, 0);
     }
   }
 
   __device__ __forceinline__ void prefetch(const Work& work) {
-    if (lane.thread == 0) {
+    if (work.rows <= block * 64) return;
+    if (Lane::thread() == 0) {
       tma_wait_read<0>();
 #pragma unroll
-      for (int q = 0; q < kSets; ++q) load(work, q);
+      for (int chunk = 0; chunk < kSets; ++chunk) load(work, chunk);
     }
 #pragma unroll
-    for (int block = 0; block < 2; ++block) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = block * 64 + lane.row + 8 * h;
-        scale[block][h] = row < work.rows ? __ldg(p.row_weights + work.row0 + row) : 0.0F;
-      }
+    for (int h = 0; h < 2; ++h) {
+      const int row = block * 64 + Lane::row() + 8 * h;
+      scale[h] = row < work.rows ? __ldg(p.row_weights + work.row0 + row) : 0.0F;
     }
   }
 
-  __device__ __forceinline__ void store(float (&acc)[kN / 2], const Work& work, int block) {
-    static_assert(kChunks == kSets);
+  __device__ __forceinline__ void store(float (&acc)[kN / 2], const Work& work, int) {
     const int row = work.row0 + block * 64;
     const int rows = work.rows - block * 64;
-    const bool more = block == 0 && work.rows > 64;
+    const std::uint32_t a_buffer = sets + kSets * kSetBytes;
     float sum[2] = {};
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const std::uint32_t set = sets + chunk * kSetBytes;
-      const int col = column(work, chunk);
-      barrier_wait(barriers + chunk * 8, parity >> chunk & 1);
-      parity ^= 1U << chunk;
+      const std::uint32_t set = sets + chunk % kSets * kSetBytes;
+      const int col = work.n * kN + chunk * 64;
+      if (chunk > 0) {  // the chunk before has left A's buffer and its set
+        if (Lane::thread() == 0) tma_wait_read<0>();
+        sync_warpgroup();
+        if (Lane::thread() == 0 && chunk + 1 < kChunks) load(work, chunk + 1);
+      }
+      barrier_wait(barriers + chunk % kSets * 8, parity >> chunk % kSets & 1);
+      parity ^= 1U << chunk % kSets;
 #pragma unroll
       for (int i = 0; i < 8; i += 2) {
         std::uint32_t planes[kPlanes][4];
         std::uint32_t scaled[4];
 #pragma unroll
         for (int plane = 0; plane < kPlanes; ++plane) {
-          load_matrices(planes[plane], lane.matrices(set + plane * kChunkBytes, i));
+          load_matrices(planes[plane], Lane::matrices(set + plane * kChunkBytes, i));
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {  // j: group i + j / 2, row + 8 (j % 2)
           const int h = j % 2;
-          const float s = scale[block][h];
+          const float s = scale[h];
           const float* g = &acc[chunk * 32 + (i + j / 2) * 4 + h * 2];
           float d[kPlanes][2];
           float a[2];
@@ -357,61 +374,55 @@ struct StoreActivationBackward {
           }
           scaled[j] = pack<Element>(a[0] * s, a[1] * s);
 #pragma unroll
-          for (int plane = 0; plane < kPlanes; ++plane) planes[plane][j] = pack<Element>(d[plane][0], d[plane][1]);
+          for (int plane = 0; plane < kPlanes; ++plane)
+            planes[plane][j] = pack<Element>(d[plane][0], d[plane][1]);
         }
 #pragma unroll
         for (int plane = 0; plane < kPlanes; ++plane) {
-          store_matrices(lane.matrices(set + plane * kChunkBytes, i), planes[plane][0], planes[plane][1],
+          store_matrices(Lane::matrices(set + plane * kChunkBytes, i), planes[plane][0], planes[plane][1],
                          planes[plane][2], planes[plane][3]);
         }
-        store_matrices(lane.matrices(set + kPlanes * kChunkBytes, i), scaled[0], scaled[1], scaled[2], scaled[3]);
+        store_matrices(Lane::matrices(a_buffer, i), scaled[0], scaled[1], scaled[2], scaled[3]);
       }
       fence_async_proxy();
-      named_sync(barrier, 128);
+      sync_warpgroup();
       if (rows >= 64) {
-        if (lane.thread == 0) {
+        if (Lane::thread() == 0) {
           if (p.rows_out.data != nullptr) {
 #pragma unroll
             for (int plane = 0; plane < kPlanes; ++plane) {
               tma_store(p.rows_out.map, set + plane * kChunkBytes, col, plane, row, 0);
             }
           }
-          if (p.rows_out_a.data != nullptr) {
-            tma_store(p.rows_out_a.map, set + kPlanes * kChunkBytes, col, 0, row, 0);
-          }
+          if (p.rows_out_a.data != nullptr) tma_store(p.rows_out_a.map, a_buffer, col, 0, row, 0);
           tma_commit();
-          if (more) {
-            tma_wait_read<0>();
-            load(work, kChunks + chunk);
-          }
         }
       } else {
         if (p.rows_out.data != nullptr) {
           for (int plane = 0; plane < kPlanes; ++plane) {
-            copy_lines(p.rows_out, set + plane * kChunkBytes, lane.thread, rows, row, plane, col);
+            copy_lines(p.rows_out, set + plane * kChunkBytes, Lane::thread(), rows, row, plane, col);
           }
         }
-        if (p.rows_out_a.data != nullptr) {
-          copy_lines(p.rows_out_a, set + kPlanes * kChunkBytes, lane.thread, rows, row, 0, col);
-        }
+        if (p.rows_out_a.data != nullptr)
+          copy_lines(p.rows_out_a, a_buffer, Lane::thread(), rows, row, 0, col);
         fence_async_proxy();
-        named_sync(barrier, 128);  // before the set is loaded for the next tile
       }
     }
+    if (rows < 64) sync_warpgroup();  // before the sets are loaded for the next tile
     if (p.partials != nullptr) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         sum[h] += __shfl_xor_sync(0xffffffffU, sum[h], 1);
         sum[h] += __shfl_xor_sync(0xffffffffU, sum[h], 2);
-        const int local = lane.row + 8 * h;
-        if (lane.lane % 4 == 0 && local < rows) {
+        const int local = Lane::row() + 8 * h;
+        if (Lane::lane() % 4 == 0 && local < rows) {
           p.partials[static_cast<std::int64_t>(row + local) * p.n_tiles + work.n] = sum[h];
         }
       }
     }
   }
   __device__ void finish() {
-    if (lane.thread == 0) tma_wait_read<0>();
+    if (Lane::thread() == 0) tma_wait_read<0>();
   }
 };
 
@@ -424,14 +435,14 @@ struct StoreWeight {
   static constexpr int kNumBarriers = 0;
   static constexpr bool kWide = sizeof(Output) == 4;
   const Parameters& p;
-  Lane lane;
   Staging<kBuffers> staging;
 
-  __device__ StoreWeight(const Parameters& parameters, std::uint32_t buffers, std::uint32_t, int barrier)
-      : p(parameters), staging{buffers, barrier} {}
+  __device__ StoreWeight(const Parameters& parameters, std::uint32_t buffers, std::uint32_t)
+      : p(parameters), staging{buffers} {}
   __device__ void prefetch(const Work&) {}
 
-  __device__ __forceinline__ void to_memory(std::uint32_t source, int m, int col, int plane, int expert) const {
+  __device__ __forceinline__ void to_memory(std::uint32_t source, int m, int col, int plane,
+                                            int expert) const {
     const int c0 = kTransposed ? m : col;
     const int c1 = kTransposed ? col : m;
     if (p.accumulate) {
@@ -446,10 +457,8 @@ struct StoreWeight {
     const int m = work.m * kTileM + block * 64;
 #pragma unroll
     for (int i = 0; i < kN / 64; ++i) {
-      const int slab = work.n * (kN / 64) + i;
-      const int plane = slab / p.slabs_of_plane;
-      const int col = (slab - plane * p.slabs_of_plane) * 64;
-      if (plane >= p.num_planes) break;
+      const Slab slab = slab_at(p, work.n * (kN / 64) + i);
+      if (slab.plane >= p.num_planes) break;
       if constexpr (kWide) {  // chunks of 64 x 32 f32, in two parts of 32 x 32
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -459,23 +468,24 @@ struct StoreWeight {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
               const float* a = &acc[i * 32 + half * 16 + j * 4 + h * 2];
-              const int r = lane.row + 8 * h;
-              const int c = j * 8 + lane.col;
+              const int r = Lane::row() + 8 * h;
+              const int c = j * 8 + Lane::col();
               const std::uint32_t part = chunk + r / 32 * (kChunkBytes / 2);
               if constexpr (kTransposed) {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                   const int line = c + e;
-                  store_shared(part + line * kLineBytes + (((r % 32 / 4) ^ (line % 8)) * 16) + r % 4 * 4, a[e]);
+                  store_shared(part + line * kLineBytes + (((r % 32 / 4) ^ (line % 8)) * 16) + r % 4 * 4,
+                               a[e]);
                 }
               } else {
                 store_shared(part + r % 32 * kLineBytes + (((c / 4) ^ (r % 8)) * 16) + c % 4 * 4, a[0], a[1]);
               }
             }
           }
-          staging.publish(lane, [&](std::uint32_t source) {
-            to_memory(source, m, col + half * 32, plane, work.expert);
-            to_memory(source + kChunkBytes / 2, m + 32, col + half * 32, plane, work.expert);
+          staging.publish([&](std::uint32_t source) {
+            to_memory(source, m, slab.col + half * 32, slab.plane, work.expert);
+            to_memory(source + kChunkBytes / 2, m + 32, slab.col + half * 32, slab.plane, work.expert);
           });
         }
       } else {
@@ -488,17 +498,18 @@ struct StoreWeight {
           const std::uint32_t r2 = pack<Element>(a[4], a[5]);
           const std::uint32_t r3 = pack<Element>(a[6], a[7]);
           if constexpr (kTransposed) {
-            store_matrices_transposed(lane.matrices_transposed(chunk, j), r0, r1, r2, r3);
+            store_matrices_transposed(Lane::matrices_transposed(chunk, j), r0, r1, r2, r3);
           } else {
-            store_matrices(lane.matrices(chunk, j), r0, r1, r2, r3);
+            store_matrices(Lane::matrices(chunk, j), r0, r1, r2, r3);
           }
         }
-        staging.publish(lane, [&](std::uint32_t source) { to_memory(source, m, col, plane, work.expert); });
+        staging.publish(
+            [&](std::uint32_t source) { to_memory(source, m, slab.col, slab.plane, work.expert); });
       }
     }
   }
   __device__ void finish() {
-    if (lane.thread == 0) tma_wait_read<0>();
+    if (Lane::thread() == 0) tma_wait_read<0>();
   }
 };
 

@@ -5,9 +5,12 @@
 ///   warpgroups 1, 2 consumers: wgmma over the ring, then the epilogue. Cooperative: 64 rows each of one
 ///                   tile. Ping-pong: a whole tile each, one multiplies while the other stores.
 ///
-/// The grid is one block a multiprocessor; each walks the tiles blockIdx.x, + gridDim.x, … of the schedule.
-/// A kernel is a type with the members
-///   Element, kN, kStages, kPingPong, Schedule, LoadA, LoadB, Epilogue, kProducerRegisters, kConsumerRegisters.
+/// The grid is one block a multiprocessor. Each starts with tile blockIdx.x of the schedule and draws the
+/// next from a counter in memory, so that the tiles in flight are neighbours and share their operands in L2:
+/// with a fixed stride blocks drift apart by whole tiles. The producer draws and passes the numbers on in
+/// shared memory. A kernel is a type with the members
+///   Element, kN, kStages, kPingPong, Schedule, LoadA, LoadB, Epilogue, kProducerRegisters,
+///   kConsumerRegisters.
 #pragma once
 
 #include "cuda/hopper/load.cuh"
@@ -20,16 +23,18 @@ namespace moestro::cuda::hopper {
 constexpr int kWarpgroup = 128;
 constexpr int kThreads = 3 * kWarpgroup;
 
-// Named barriers (0 is __syncthreads).
-constexpr int kBarrierOfConsumer = 1;  ///< 1, 2: one consumer warpgroup on its own
-constexpr int kBarrierOfTurn = 3;      ///< 3, 4: ping-pong, whose turn it is to multiply
+// Named barriers: 0 is __syncthreads, 1 and 2 belong to one consumer warpgroup (sync_warpgroup).
+constexpr int kBarrierOfTurn = 3;  ///< 3, 4: ping-pong, whose turn it is to multiply
+
+constexpr int kNumTickets = 4;
 
 template <class Kernel>
 struct SharedLayout {
   static constexpr int kStageBytes = kTileABytes + Kernel::kN * kLineBytes;
   static constexpr int kStaging = Kernel::kStages * kStageBytes;  ///< 1024-byte aligned, as stages are
   static constexpr int kBarriers = kStaging + 2 * Kernel::Epilogue::kStagingBytes;
-  static constexpr int kBytes = kBarriers + (2 * Kernel::kStages + 2 * Kernel::Epilogue::kNumBarriers) * 8;
+  static constexpr int kTickets = kBarriers + (2 * Kernel::kStages + 2 * Kernel::Epilogue::kNumBarriers) * 8;
+  static constexpr int kBytes = kTickets + kNumTickets * (8 + 8 + 4);
   static_assert(kBytes <= 232448, "more shared memory than a block can have");
 
   static __device__ std::uint32_t full(std::uint32_t base, int stage) { return base + kBarriers + 8 * stage; }
@@ -60,26 +65,66 @@ struct RingPosition {
   }
 };
 
+/// Numbers of the tiles to come, from the producer's thread 0 to all warps that load or compute.
+struct Tickets {
+  std::uint32_t base;  ///< full barriers, empty barriers, numbers
+  RingPosition<kNumTickets> ring;
+
+  __device__ std::uint32_t full() const { return base + 8 * ring.stage; }
+  __device__ std::uint32_t empty() const { return base + 8 * (kNumTickets + ring.stage); }
+  __device__ std::uint32_t number() const { return base + 16 * kNumTickets + 4 * ring.stage; }
+
+  __device__ void publish(int tile) {
+    barrier_wait(empty(), ring.parity ^ 1);
+    store_shared(number(), tile);
+    barrier_arrive(full());
+    ring.next();
+  }
+  template <bool kWholeWarp>
+  __device__ int take() {
+    barrier_wait(full(), ring.parity);
+    const int tile = load_shared(number());
+    if constexpr (kWholeWarp) __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty());
+    ring.next();
+    return tile;
+  }
+};
+
 template <class Kernel>
 __device__ __forceinline__ void produce(const Parameters& p, std::uint32_t base) {
   using Layout = SharedLayout<Kernel>;
   using LoadA = typename Kernel::LoadA;
   using LoadB = typename Kernel::LoadB;
-  const bool leader = threadIdx.x == 0;
-  if (!LoadA::kGathers && !leader) return;
+  if (threadIdx.x >= LoadA::kThreads) return;
 
   const typename Kernel::Schedule schedule(p);
+  const int stride = static_cast<int>(gridDim.x);
+  const bool draws = threadIdx.x == 0;
   LoadA load_a(p);
+  Tickets published{base + Layout::kTickets};
+  Tickets taken{base + Layout::kTickets};
   RingPosition<Kernel::kStages> ring;
-  for (int w = blockIdx.x; w < schedule.count; w += gridDim.x) {
+  int w = static_cast<int>(blockIdx.x);
+  int drawn =
+      0;  // number of the next tile, less stride; asked for a tile ahead, since the answer takes its time
+  if (draws) drawn = p.next_tile != nullptr ? atomicAdd(p.next_tile, 1) : w;
+  while (w < schedule.count()) {
     const Work work = schedule.at(w);
+    if (draws) {
+      const int next = stride + drawn;
+      published.publish(next);
+      drawn = p.next_tile != nullptr ? atomicAdd(p.next_tile, 1) : next;
+    }
+    w = taken.template take<(LoadA::kThreads >= 32)>();
     const int k_tiles = schedule.k_tiles(work);
     load_a.begin(work);
     for (int k = 0; k < k_tiles; ++k, ring.next()) {
       const std::uint32_t tile_a = base + ring.stage * Layout::kStageBytes;
       const std::uint32_t full = Layout::full(base, ring.stage);
       barrier_wait(Layout::empty(base, ring.stage), ring.parity ^ 1);
-      if (leader) {
+      // Where all four warps gather, they take turns with the copy engine.
+      if (threadIdx.x == (LoadA::kGathers ? ring.stage % 4 * 32 : 0)) {
         barrier_expect_bytes(full, LoadB::kBytes + (LoadA::kGathers ? 0 : kTileABytes));
         LoadB::issue(p, work, k, tile_a + kTileABytes, full);
       }
@@ -89,26 +134,33 @@ __device__ __forceinline__ void produce(const Parameters& p, std::uint32_t base)
   }
 }
 
+/// This warp has left the stage.
+template <class Kernel>
+__device__ __forceinline__ void release(std::uint32_t base, int stage) {
+  if (threadIdx.x % 32 == 0) barrier_arrive(SharedLayout<Kernel>::empty(base, stage));
+}
+
 /// Zeroes the lines from `first` on of an MN-major B tile: rows of the next expert, or of nobody.
 template <int kN>
 __device__ __forceinline__ void zero_lines(std::uint32_t tile_b, int first) {
   const int bytes = (kLinesOfSlab - first) * kLineBytes;
   for (int slab = 0; slab < kN / 64; ++slab) {
     const std::uint32_t start = tile_b + slab * kSlabBytes + first * kLineBytes;
-    for (int i = (threadIdx.x % kWarpgroup) * 16; i < bytes; i += kWarpgroup * 16) zero_shared_16_bytes(start + i);
+    for (int i = (threadIdx.x % kWarpgroup) * 16; i < bytes; i += kWarpgroup * 16)
+      zero_shared_16_bytes(start + i);
   }
 }
 
 /// Multiplies one tile: kBlocks x 64 rows starting at 64-row block `block`.
 template <class Kernel, int kBlocks, int kMaxBlocks>
-__device__ __forceinline__ void multiply(const Parameters& p, std::uint32_t base, const Work& work, int k_tiles, int block,
-                         RingPosition<Kernel::kStages>& ring, float (&acc)[kMaxBlocks][Kernel::kN / 2]) {
+__device__ __forceinline__ void multiply(const Parameters& p, std::uint32_t base, const Work& work,
+                                         int k_tiles, int block, RingPosition<Kernel::kStages>& ring,
+                                         float (&acc)[kMaxBlocks][Kernel::kN / 2]) {
   using Layout = SharedLayout<Kernel>;
   constexpr Major kMajorA = Kernel::LoadA::kMajor;
   constexpr Major kMajorB = Kernel::LoadB::kMajor;
   constexpr bool kVaryingK = Kernel::Schedule::kVaryingK;
   constexpr std::uint64_t kStepBlock = kSlabBytes >> 4;  // of A: the next 64 rows, in either layout
-  const bool signals = threadIdx.x % 32 == 0;
 
   const auto step = [&](std::uint64_t a, std::uint64_t b, int kk, int accumulate) {
 #pragma unroll
@@ -118,10 +170,6 @@ __device__ __forceinline__ void multiply(const Parameters& p, std::uint32_t base
           accumulate);
     }
   };
-  const auto release = [&](int stage) {
-    if (signals) barrier_arrive(Layout::empty(base, stage));
-  };
-
   const int whole = kVaryingK ? work.rows / 64 : k_tiles;
   int accumulate = 0;
   int previous = -1;
@@ -148,7 +196,7 @@ __device__ __forceinline__ void multiply(const Parameters& p, std::uint32_t base
     }
     wgmma_commit();
     wgmma_wait<1>();
-    if (previous >= 0) release(previous);
+    if (previous >= 0) release<Kernel>(base, previous);
     previous = ring.stage;
   }
   if constexpr (Kernel::kPingPong) {
@@ -157,7 +205,7 @@ __device__ __forceinline__ void multiply(const Parameters& p, std::uint32_t base
   wgmma_wait<0>();
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) pin(acc[i]);
-  if (previous >= 0) release(previous);
+  if (previous >= 0) release<Kernel>(base, previous);
 
   if constexpr (kVaryingK) {
     const int rest = work.rows % 64;
@@ -166,7 +214,7 @@ __device__ __forceinline__ void multiply(const Parameters& p, std::uint32_t base
       barrier_wait(Layout::full(base, ring.stage), ring.parity);
       zero_lines<Kernel::kN>(tile_a + kTileABytes, rest);
       fence_async_proxy();
-      named_sync(kBarrierOfConsumer + threadIdx.x / kWarpgroup - 1, kWarpgroup);
+      sync_warpgroup();
       std::uint64_t a = matrix_descriptor<kMajorA>(tile_a) + block * kStepBlock;
       std::uint64_t b = matrix_descriptor<kMajorB>(tile_a + kTileABytes);
       for (int kk = 0; kk < rest; kk += 16) {  // k16 steps without rows are left out
@@ -179,7 +227,7 @@ __device__ __forceinline__ void multiply(const Parameters& p, std::uint32_t base
       }
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) pin(acc[i]);
-      release(ring.stage);
+      release<Kernel>(base, ring.stage);
       ring.next();
     }
   }
@@ -191,46 +239,54 @@ __device__ __forceinline__ void consume(const Parameters& p, std::uint32_t base,
   constexpr int kMaxBlocks = Kernel::kPingPong ? 2 : 1;
   const typename Kernel::Schedule schedule(p);
   typename Kernel::Epilogue epilogue(p, base + Layout::kStaging + consumer * Kernel::Epilogue::kStagingBytes,
-                                     Layout::epilogue_barriers(base, consumer),
-                                     kBarrierOfConsumer + consumer);
+                                     Layout::epilogue_barriers(base, consumer));
   RingPosition<Kernel::kStages> ring;
   float acc[kMaxBlocks][Kernel::kN / 2];
 
-  int w = blockIdx.x;
+  Tickets tickets{base + Layout::kTickets};
+  int w = static_cast<int>(blockIdx.x);
   if constexpr (Kernel::kPingPong) {
-    if (consumer == 1) {
+    if (consumer == 1 && w < schedule.count()) {
       named_arrive(kBarrierOfTurn, 2 * kWarpgroup);  // the first turn is consumer 0's
-      w += gridDim.x;
+      w = tickets.template take<true>();
       ring.skip(p.k_tiles);
     }
   }
-  const int stride = Kernel::kPingPong ? 2 * gridDim.x : gridDim.x;
-  if (w >= schedule.count) return;
-  Work next = schedule.at(w);
-  for (; w < schedule.count; w += stride) {
-    const Work work = next;
-    next = schedule.at(min(w + stride, schedule.count - 1));
+  if (w >= schedule.count()) return;
+  Work work = schedule.at(w);
+  Work next = work;
+  /// Looks up this warpgroup's next tile; in ping-pong the one between is the other's.
+  const auto look_ahead = [&] {
+    w = tickets.template take<true>();
+    if (Kernel::kPingPong && w < schedule.count()) w = tickets.template take<true>();
+    next = schedule.at(min(w, schedule.count() - 1));
+  };
+  for (; w < schedule.count(); work = next) {
     const int k_tiles = schedule.k_tiles(work);
     epilogue.prefetch(work);
     if constexpr (Kernel::kPingPong) {
       named_sync(kBarrierOfTurn + consumer, 2 * kWarpgroup);
       if (work.rows > 64) {
         multiply<Kernel, 2>(p, base, work, k_tiles, 0, ring, acc);
+        look_ahead();
         epilogue.store(acc[0], work, 0);
         epilogue.store(acc[1], work, 1);
       } else {
         multiply<Kernel, 1>(p, base, work, k_tiles, 0, ring, acc);
+        look_ahead();
         epilogue.store(acc[0], work, 0);
       }
       ring.skip(k_tiles);  // the other consumer's tile
     } else if (Kernel::Schedule::kVaryingK || work.rows > 64 * consumer) {
       multiply<Kernel, 1>(p, base, work, k_tiles, consumer, ring, acc);
+      look_ahead();
       epilogue.store(acc[0], work, consumer);
     } else {  // no rows in this half of the tile
       for (int k = 0; k < k_tiles; ++k, ring.next()) {
         barrier_wait(Layout::full(base, ring.stage), ring.parity);
-        if (threadIdx.x % 32 == 0) barrier_arrive(Layout::empty(base, ring.stage));
+        release<Kernel>(base, ring.stage);
       }
+      look_ahead();
     }
   }
   epilogue.finish();
@@ -249,7 +305,14 @@ __global__ void __launch_bounds__(kThreads, 1) expert_gemm_kernel(const __grid_c
       barrier_init(Layout::full(base, stage), 1 + (Kernel::LoadA::kGathers ? kWarpgroup : 0));
       barrier_init(Layout::empty(base, stage), (Kernel::kPingPong ? 1 : 2) * kWarpgroup / 32);
     }
-    for (int i = 0; i < 2 * Kernel::Epilogue::kNumBarriers; ++i) barrier_init(Layout::epilogue_barriers(base, 0) + 8 * i, 1);
+    for (int i = 0; i < 2 * Kernel::Epilogue::kNumBarriers; ++i) {
+      barrier_init(Layout::epilogue_barriers(base, 0) + 8 * i, 1);
+    }
+    for (int i = 0; i < kNumTickets; ++i) {
+      barrier_init(base + Layout::kTickets + 8 * i, 1);
+      barrier_init(base + Layout::kTickets + 8 * (kNumTickets + i),
+                   (2 * kWarpgroup + max(Kernel::LoadA::kThreads, 32)) / 32);
+    }
     barrier_init_fence();
   }
   __syncthreads();

@@ -34,7 +34,11 @@ const char* refusal(const DownForwardArgs& args, int device_index);
 const char* refusal(const DownBackwardArgs& args, int device_index);
 const char* refusal(const DownWeightBackwardArgs& args, int device_index);
 
-/// ctx.device_index names the device; of ctx.workspace only down_backward takes any.
+/// The tile counter at the start of ctx.workspace. Every stage takes it; without one (workspace_bytes less
+/// than this) tiles go to multiprocessors in a fixed pattern, which gives the same bits, slower.
+constexpr std::size_t kCounterBytes = 256;
+
+/// ctx.device_index names the device.
 Status up_forward(const UpForwardArgs& args, const Context& ctx, cudaStream_t stream);
 Status up_backward(const UpBackwardArgs& args, const Context& ctx, cudaStream_t stream);
 Status up_weight_backward(const UpWeightBackwardArgs& args, const Context& ctx, cudaStream_t stream);
@@ -42,7 +46,7 @@ Status down_forward(const DownForwardArgs& args, const Context& ctx, cudaStream_
 Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStream_t stream);
 Status down_weight_backward(const DownWeightBackwardArgs& args, const Context& ctx, cudaStream_t stream);
 
-/// Partial sums of dS: [S, ceil(n / 128)] f32.
+/// The counter, and partial sums of dS: [S, ceil(n / 256)] f32.
 std::size_t down_backward_workspace_bytes(std::int64_t num_slots, std::int64_t d_ff);
 
 }  // namespace moestro::cuda::hopper

@@ -45,7 +45,8 @@ DeviceFacts device_facts(int device_index) {
     int multiprocessors = 0;
     if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_index) != cudaSuccess ||
         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device_index) != cudaSuccess ||
-        cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device_index) != cudaSuccess) {
+        cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device_index) !=
+            cudaSuccess) {
       cudaGetLastError();  // a machine without the device: not an error of later calls
       return {};
     }
@@ -75,9 +76,9 @@ Status make_map(const char* name, void* data, DType dtype, const MapShape& shape
   const CUtensorMapDataType type = dtype == DType::kBF16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                    : dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                           : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-  const CUresult result =
-      encode(map, type, 4, data, extent, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(map, type, 4, data, extent, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     return Status::error(StatusCode::kDeviceError,
                          "%s: cuTensorMapEncodeTiled returned %d for extents %lld %lld %lld %lld", name,
@@ -106,16 +107,15 @@ Status make_rows_output(const char* name, const TensorView& rows, int planes, Ro
   return make_rows_map(name, rows, planes, kLinesOfSlab, &output->map);
 }
 
-Status make_weight_map(const char* name, const TensorView& weight, int planes, GateLayout layout, int box_planes,
-                       int box_rows, CUtensorMap* map) {
+Status make_weight_map(const char* name, const TensorView& weight, int planes, GateLayout layout,
+                       int box_planes, int box_rows, CUtensorMap* map) {
   const std::int64_t rows = weight.extent[1] / planes;
   const std::int64_t stride = weight.stride[1];
   const bool interleaved = planes == 2 && layout == GateLayout::kInterleaved;
-  const MapShape shape{
-      {weight.extent[2], rows, planes, weight.extent[0]},
-      {interleaved ? 2 * stride : stride, interleaved ? stride : rows * stride,
-       std::max(weight.stride[0], weight.extent[1] * stride)},
-      {static_cast<int>(128 / dtype_bytes(weight.dtype)), box_rows, box_planes, 1}};
+  const MapShape shape{{weight.extent[2], rows, planes, weight.extent[0]},
+                       {interleaved ? 2 * stride : stride, interleaved ? stride : rows * stride,
+                        std::max(weight.stride[0], weight.extent[1] * stride)},
+                       {static_cast<int>(128 / dtype_bytes(weight.dtype)), box_rows, box_planes, 1}};
   return make_map(name, weight.data, weight.dtype, shape, map);
 }
 
@@ -140,18 +140,26 @@ const char* refuse_layout(const TensorView& view, const char* reason) {
   return fits ? nullptr : reason;
 }
 
-int num_multiprocessors(int device_index) { return device_facts(device_index).multiprocessors; }
+int num_multiprocessors(int device_index) {
+  return device_facts(device_index).multiprocessors;
+}
 
-Status launch(const char* name, KernelPointer kernel, int shared_bytes, const Parameters& parameters,
-              std::int64_t max_count, int device_index, cudaStream_t stream) {
+Status launch(const char* name, KernelPointer kernel, int shared_bytes, Parameters& parameters,
+              std::int64_t max_count, const Context& ctx, cudaStream_t stream) {
   const auto* function = reinterpret_cast<const void*>(kernel);
-  cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  cudaError_t error =
+      cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  parameters.next_tile = nullptr;
+  if (error == cudaSuccess && ctx.workspace_bytes >= kCounterBytes) {
+    parameters.next_tile = static_cast<int*>(ctx.workspace);
+    error = cudaMemsetAsync(ctx.workspace, 0, sizeof(int), stream);
+  }
   if (error == cudaSuccess) {
-    const auto blocks = static_cast<unsigned>(
-        std::min<std::int64_t>(max_count, num_multiprocessors(device_index)));
-    void* arguments[] = {const_cast<Parameters*>(&parameters)};
-    error = cudaLaunchKernel(function, dim3(blocks), dim3(384), arguments, static_cast<std::size_t>(shared_bytes),
-                             stream);
+    const auto blocks =
+        static_cast<unsigned>(std::min<std::int64_t>(max_count, num_multiprocessors(ctx.device_index)));
+    void* arguments[] = {&parameters};
+    error = cudaLaunchKernel(function, dim3(blocks), dim3(384), arguments,
+                             static_cast<std::size_t>(shared_bytes), stream);
   }
   if (error != cudaSuccess) {
     return Status::error(StatusCode::kDeviceError, "%s: %s", name, cudaGetErrorString(error));

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "cuda/hopper/hopper.hpp"
 #include "cuda/hopper/parameters.hpp"
 #include "moestro/dispatch.hpp"
 #include "moestro/status.hpp"
@@ -25,23 +26,27 @@ Status make_rows_map(const char* name, const TensorView& rows, int planes, int b
 Status make_rows_output(const char* name, const TensorView& rows, int planes, RowsOutput* output);
 
 /// A weight [E, planes * rows, cols] in boxes of box_planes x box_rows x 128 bytes.
-Status make_weight_map(const char* name, const TensorView& weight, int planes, GateLayout layout, int box_planes,
-                       int box_rows, CUtensorMap* map);
+Status make_weight_map(const char* name, const TensorView& weight, int planes, GateLayout layout,
+                       int box_planes, int box_rows, CUtensorMap* map);
 
 /// What every refusal asks first: the device, and the element type.
 const char* refuse_device(int device_index);
 const char* refuse_dtype(DType dtype);
-/// Null when `view` (absent views pass) starts and steps by 16 bytes, and has unit stride along its last axis.
+/// Null when `view` (absent views pass) starts and steps by 16 bytes, and has unit stride along its last
+/// axis.
 const char* refuse_layout(const TensorView& view, const char* reason);
 
 int num_multiprocessors(int device_index);
 
 using KernelPointer = void (*)(Parameters);
-/// `max_count` bounds the number of tiles, which only the device knows.
-Status launch(const char* name, KernelPointer kernel, int shared_bytes, const Parameters& parameters,
-              std::int64_t max_count, int device_index, cudaStream_t stream);
+/// `max_count` bounds the number of tiles, which only the device knows. Sets parameters.next_tile to the
+/// start of the workspace where there is one.
+Status launch(const char* name, KernelPointer kernel, int shared_bytes, Parameters& parameters,
+              std::int64_t max_count, const Context& ctx, cudaStream_t stream);
 
-inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
 
 /// The tile table's part of the parameters; `n_tiles` tiles along N.
 inline void set_row_tiles(const Index& index, std::int64_t n_tiles, int raster, Parameters* p) {
@@ -50,6 +55,5 @@ inline void set_row_tiles(const Index& index, std::int64_t n_tiles, int raster, 
   p->n_tiles = static_cast<int>(n_tiles);
   p->raster = raster;
 }
-
 
 }  // namespace moestro::cuda::hopper

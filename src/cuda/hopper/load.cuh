@@ -12,48 +12,60 @@ namespace moestro::cuda::hopper {
 /// in rows of the product that are not stored.
 struct LoadRows {
   static constexpr bool kGathers = false;
+  static constexpr int kThreads = 1;
   static constexpr Major kMajor = Major::kK;
   const Parameters& p;
 
   explicit __device__ LoadRows(const Parameters& parameters) : p(parameters) {}
   __device__ void begin(const Work&) {}
   __device__ void issue(const Work& work, int k, std::uint32_t target, std::uint32_t barrier) const {
-    const int plane = k / p.k_tiles_of_plane;
+    const int plane = k >= p.k_tiles_of_plane ? 1 : 0;
     tma_load(target, p.a, barrier, (k - plane * p.k_tiles_of_plane) * 64, plane, work.row0, 0);
   }
 };
 
 /// Rows of a [T, d] tensor picked by the index, 64 columns a k tile. Thread t copies chunk t % 8 of rows
-/// t / 8 + 16 i: eight threads read a 128-byte line.
+/// t / 8 + 16 i: eight threads read a 128-byte line. Lines of rows past the tile keep what they held: they
+/// end in rows of the product that are not stored.
 template <class Element>
 struct GatherRows {
   static constexpr bool kGathers = true;
+  static constexpr int kThreads = 128;
   static constexpr Major kMajor = Major::kK;
   static constexpr int kRowsOfThread = 8;
   const Parameters& p;
-  const Element* rows[kRowsOfThread];
-  unsigned valid = 0;
+  const Element* rows[kRowsOfThread];  ///< where the next k tile is
 
   explicit __device__ GatherRows(const Parameters& parameters) : p(parameters) {}
   __device__ __forceinline__ void begin(const Work& work) {
-    valid = 0;
+    const Element* column = static_cast<const Element*>(p.source) + threadIdx.x % 8 * 8;
 #pragma unroll
     for (int i = 0; i < kRowsOfThread; ++i) {
-      const int row = threadIdx.x / 8 + 16 * i;
-      const int token = row < work.rows ? __ldg(p.row_token + work.row0 + row) : 0;
-      valid |= (row < work.rows ? 1U : 0U) << i;
-      rows[i] = static_cast<const Element*>(p.source) + token * p.source_stride + threadIdx.x % 8 * 8;
+      const int row = max(min(static_cast<int>(threadIdx.x / 8 + 16 * i), work.rows - 1), 0);
+      rows[i] = column + __ldg(p.row_token + work.row0 + row) * p.source_stride;
     }
   }
-  __device__ __forceinline__ void issue(const Work&, int k, std::uint32_t target, std::uint32_t) const {
+  __device__ __forceinline__ void issue(const Work& work, int k, std::uint32_t target, std::uint32_t) {
     const unsigned line = threadIdx.x / 8;
     const unsigned chunk = threadIdx.x % 8;
-    const bool inside = k * 64 + static_cast<int>(chunk) * 8 < p.source_cols;
     const std::uint32_t slot = target + line * kLineBytes + ((chunk ^ (line % 8)) * 16);
+    if (work.rows == kTileM && k * 64 + 64 <= p.source_cols) {
+#pragma unroll
+      for (int i = 0; i < kRowsOfThread; ++i) copy_16_bytes(slot + i * 16 * kLineBytes, rows[i]);
+    } else {
+      const bool inside = k * 64 + static_cast<int>(chunk) * 8 < p.source_cols;
+      const unsigned back = inside ? 0 : chunk * 8;  // an address inside the row
+#pragma unroll
+      for (int i = 0; i < kRowsOfThread; ++i) {
+        if (static_cast<int>(line) + 16 * i < work.rows) {
+          copy_16_bytes_or_zero(slot + i * 16 * kLineBytes, rows[i] - back, inside);
+        }
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kRowsOfThread; ++i) {
-      const bool read = inside && (valid >> i & 1U) != 0;
-      copy_16_bytes(slot + i * 16 * kLineBytes, read ? static_cast<const void*>(rows[i] + k * 64) : p.source, read);
+      rows[i] += 64;
+      asm volatile("" : "+l"(rows[i]));  // as register pairs, not as halves that are put together each time
     }
   }
 };
@@ -63,31 +75,45 @@ struct GatherRows {
 template <class Element>
 struct GatherTokens {
   static constexpr bool kGathers = true;
+  static constexpr int kThreads = 128;
   static constexpr Major kMajor = Major::kMN;
   static constexpr int kTokensOfThread = 8;
   const Parameters& p;
-  int tokens[kTokensOfThread];  ///< of the next k tile; -1 past the end
+  unsigned tokens[kTokensOfThread];  ///< of the next k tile
 
   explicit __device__ GatherTokens(const Parameters& parameters) : p(parameters) {}
   __device__ __forceinline__ void fetch(const Work& work, int k) {
 #pragma unroll
     for (int i = 0; i < kTokensOfThread; ++i) {
-      const int row = k * 64 + threadIdx.x / 16 + 8 * i;
-      tokens[i] = row < work.rows ? __ldg(p.row_token + work.row0 + row) : -1;
+      const int row = min(k * 64 + static_cast<int>(threadIdx.x / 16) + 8 * i, work.rows - 1);
+      tokens[i] = static_cast<unsigned>(__ldg(p.row_token + work.row0 + max(row, 0)));
     }
   }
-  __device__ __forceinline__ void begin(const Work& work) { fetch(work, 0); }
+  __device__ __forceinline__ void begin(const Work& work) {
+    fetch(work, 0);
+  }
   __device__ __forceinline__ void issue(const Work& work, int k, std::uint32_t target, std::uint32_t) {
     const unsigned line = threadIdx.x / 16;  // line % 8 is the same for every i
     const unsigned chunk = threadIdx.x % 16;
     const int col = work.m * kTileM + static_cast<int>(chunk) * 8;
     const bool inside = col < p.source_cols;
-    const Element* source = static_cast<const Element*>(p.source) + (inside ? col : 0);
-    const std::uint32_t slot = target + chunk / 8 * kSlabBytes + line * kLineBytes + (((chunk % 8) ^ line) * 16);
+    const char* source =
+        reinterpret_cast<const char*>(static_cast<const Element*>(p.source) + (inside ? col : 0));
+    const unsigned stride = static_cast<unsigned>(p.source_stride) * sizeof(Element);
+    const std::uint32_t slot =
+        target + chunk / 8 * kSlabBytes + line * kLineBytes + (((chunk % 8) ^ line) * 16);
+    if (k * 64 + 64 <= work.rows && work.m * kTileM + kTileM <= p.source_cols) {
 #pragma unroll
-    for (int i = 0; i < kTokensOfThread; ++i) {
-      const bool read = inside && tokens[i] >= 0;
-      copy_16_bytes(slot + i * 8 * kLineBytes, source + max(tokens[i], 0) * p.source_stride, read);
+      for (int i = 0; i < kTokensOfThread; ++i) {
+        copy_16_bytes(slot + i * 8 * kLineBytes, source + static_cast<std::uint64_t>(tokens[i]) * stride);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kTokensOfThread; ++i) {
+        const bool read = inside && k * 64 + static_cast<int>(line) + 8 * i < work.rows;
+        copy_16_bytes_or_zero(slot + i * 8 * kLineBytes,
+                              source + static_cast<std::uint64_t>(tokens[i]) * stride, read);
+      }
     }
     fetch(work, k + 1);
   }
@@ -95,15 +121,19 @@ struct GatherTokens {
 
 // ---- operand B ----
 
-/// W[e], k along the last axis: w_up in forward, w_down in forward. One box takes kN / 2 gate rows and the
-/// kN / 2 up rows that belong to them, so that one thread ends up with both.
+/// W[e], k along the last axis: w_up in forward, w_down in forward. Gated: the tile's halves are kN / 2 gate
+/// rows and the kN / 2 up rows that belong to them, so that one thread ends up with both.
 template <int kN, int kPlanes>
 struct LoadWeightRows {
   static constexpr Major kMajor = Major::kK;
   static constexpr int kBytes = kN * kLineBytes;
-  static __device__ void issue(const Parameters& p, const Work& work, int k, std::uint32_t target,
-                               std::uint32_t barrier) {
-    tma_load(target, p.b, barrier, k * 64, work.n * (kN / kPlanes), 0, work.expert);
+  static __device__ __forceinline__ void issue(const Parameters& p, const Work& work, int k,
+                                               std::uint32_t target, std::uint32_t barrier) {
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      const int row = kPlanes == 2 ? work.n * (kN / 2) : work.n * kN + part * (kN / 2);
+      tma_load(target + part * (kBytes / 2), p.b, barrier, k * 64, row, kPlanes == 2 ? part : 0, work.expert);
+    }
   }
 };
 
@@ -112,9 +142,9 @@ template <int kN>
 struct LoadWeightColumns {
   static constexpr Major kMajor = Major::kMN;
   static constexpr int kBytes = kN * kLineBytes;
-  static __device__ void issue(const Parameters& p, const Work& work, int k, std::uint32_t target,
-                               std::uint32_t barrier) {
-    const int plane = k / p.k_tiles_of_plane;
+  static __device__ __forceinline__ void issue(const Parameters& p, const Work& work, int k,
+                                               std::uint32_t target, std::uint32_t barrier) {
+    const int plane = k >= p.k_tiles_of_plane ? 1 : 0;
     const int row = (k - plane * p.k_tiles_of_plane) * 64;
 #pragma unroll
     for (int slab = 0; slab < kN / 64; ++slab) {
@@ -123,20 +153,17 @@ struct LoadWeightColumns {
   }
 };
 
-/// Routed rows with the rows along k: dH and A' in the weight gradients. The 64-column slabs of all planes
-/// are counted through; a slab past the last is zeros.
+/// Routed rows with the rows along k: dH and A' in the weight gradients.
 template <int kN>
 struct LoadRowColumns {
   static constexpr Major kMajor = Major::kMN;
   static constexpr int kBytes = kN * kLineBytes;
-  static __device__ void issue(const Parameters& p, const Work& work, int k, std::uint32_t target,
-                               std::uint32_t barrier) {
+  static __device__ __forceinline__ void issue(const Parameters& p, const Work& work, int k,
+                                               std::uint32_t target, std::uint32_t barrier) {
 #pragma unroll
     for (int i = 0; i < kN / 64; ++i) {
-      const int slab = work.n * (kN / 64) + i;
-      const int plane = slab / p.slabs_of_plane;
-      tma_load(target + i * kSlabBytes, p.b, barrier, (slab - plane * p.slabs_of_plane) * 64, plane,
-               work.row0 + k * 64, 0);
+      const Slab slab = slab_at(p, work.n * (kN / 64) + i);
+      tma_load(target + i * kSlabBytes, p.b, barrier, slab.col, slab.plane, work.row0 + k * 64, 0);
     }
   }
 };

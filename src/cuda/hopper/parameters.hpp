@@ -11,23 +11,23 @@
 namespace moestro::cuda::hopper {
 
 constexpr int kTileM = 128;
-constexpr int kLineBytes = 128;                          ///< 64 elements of 16 bits
-constexpr int kTileABytes = kTileM * kLineBytes;         ///< 128 x 64
-constexpr int kLinesOfSlab = 64;                         ///< a slab: 64 x 64 elements
+constexpr int kLineBytes = 128;                   ///< 64 elements of 16 bits
+constexpr int kTileABytes = kTileM * kLineBytes;  ///< 128 x 64
+constexpr int kLinesOfSlab = 64;                  ///< a slab: 64 x 64 elements
 constexpr int kSlabBytes = kLinesOfSlab * kLineBytes;
 
 /// A tensor of routed rows in which tiles are stored, cut off at the end of the expert's rows.
 struct RowsOutput {
-  CUtensorMap map;            ///< (cols, planes, rows), box 64 x 1 x 64
-  void* data = nullptr;       ///< null: not asked for
-  std::int64_t stride = 0;    ///< elements from row to row
-  int cols = 0;               ///< columns of one plane (gate, or up)
+  CUtensorMap map;          ///< (cols, planes, rows), box 64 x 1 x 64
+  void* data = nullptr;     ///< null: not asked for
+  std::int64_t stride = 0;  ///< elements from row to row
+  int cols = 0;             ///< columns of one plane (gate, or up)
 };
 
 struct Parameters {
-  CUtensorMap a;  ///< operand A, where it comes by TMA
-  CUtensorMap b;  ///< operand B
-  CUtensorMap h;  ///< down_backward: H, box 64 x 1 x 64
+  CUtensorMap a;          ///< operand A, where it comes by TMA
+  CUtensorMap b;          ///< operand B
+  CUtensorMap h;          ///< down_backward: H, box 64 x 1 x 64
   RowsOutput rows_out;    ///< H, Y, dH or dX~
   RowsOutput rows_out_a;  ///< A, or A'
   CUtensorMap weight_out;
@@ -44,25 +44,26 @@ struct Parameters {
   const std::int32_t* offsets;
   const std::int32_t* expert_order;
   int num_experts;
-  int m_tiles;      ///< weight gradients: tiles along M
+  int m_tiles;  ///< weight gradients: tiles along M
   int n_tiles;
-  int raster;       ///< tiles along M that are walked before the next along N
-  int k_tiles;      ///< of every tile, except in weight gradients
+  int* next_tile;  ///< 0 at the start: tiles drawn; null: every gridDim.x-th tile is a block's
+  int raster;      ///< tiles along M that are walked before the next along N
+  int k_tiles;     ///< of every tile, except in weight gradients
   int k_tiles_of_plane;
   int slabs_of_plane;  ///< weight gradients: 64-column slabs in one plane of B
   int num_planes;      ///< 2 where the second weight's rows are gate and up
 
   // Epilogue.
-  int cols;                          ///< n or d: columns of one plane of the output
-  const void* bias;                  ///< of up: [E, W]; of down: [E, d]; or null
-  std::int64_t bias_stride;          ///< from expert to expert
-  int bias_step;                     ///< from column to column: 2 where gate and up interleave
-  int bias_up;                       ///< first element of up
-  bool bias_after_scale;             ///< WeightPosition::kBefore: act(s h + b)
-  const float* row_weights;          ///< s, or null
+  int cols;                  ///< n or d: columns of one plane of the output
+  const void* bias;          ///< of up: [E, W]; of down: [E, d]; or null
+  std::int64_t bias_stride;  ///< from expert to expert
+  int bias_step;             ///< from column to column: 2 where gate and up interleave
+  int bias_up;               ///< first element of up
+  bool bias_after_scale;     ///< WeightPosition::kBefore: act(s h + b)
+  const float* row_weights;  ///< s, or null
   Activation activation;
-  float* partials;                   ///< [S, n_tiles] of dS
-  bool accumulate;                   ///< weight gradients are added to
+  float* partials;  ///< [S, n_tiles] of dS
+  bool accumulate;  ///< weight gradients are added to
 };
 
 }  // namespace moestro::cuda::hopper

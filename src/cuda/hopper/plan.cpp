@@ -8,8 +8,12 @@ std::atomic<int> forced_tile{-1};
 std::atomic<int> forced_raster{-1};
 }  // namespace
 
-void force_rows_tile(int tile) { forced_tile = tile; }
-void force_raster(int raster) { forced_raster = raster; }
+void force_rows_tile(int tile) {
+  forced_tile = tile;
+}
+void force_raster(int raster) {
+  forced_raster = raster;
+}
 
 int plan_raster(int rule) {
   const int raster = forced_raster;

@@ -7,8 +7,8 @@ namespace moestro::cuda::hopper {
 
 /// Tile of a product whose output has one row a routed row (down's forward, up's backward).
 enum class RowsTile : std::uint8_t {
-  kPingPong128,  ///< 128 x 128, a consumer warpgroup a tile
-  kPingPong192,  ///< 128 x 192, likewise
+  kPingPong128,     ///< 128 x 128, a consumer warpgroup a tile
+  kPingPong192,     ///< 128 x 192, likewise
   kCooperative256,  ///< 128 x 256, both consumer warpgroups on one tile
 };
 constexpr int kNumRowsTiles = 3;

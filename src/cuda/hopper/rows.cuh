@@ -16,7 +16,9 @@ template <class Element_, template <int> class LoadB_, RowsTile kTile>
 struct RowsKernel {
   using Element = Element_;
   static constexpr bool kPingPong = kTile != RowsTile::kCooperative256;
-  static constexpr int kN = kTile == RowsTile::kPingPong128 ? 128 : kTile == RowsTile::kPingPong192 ? 192 : 256;
+  static constexpr int kN = kTile == RowsTile::kPingPong128   ? 128
+                            : kTile == RowsTile::kPingPong192 ? 192
+                                                              : 256;
   static constexpr int kStages = kTile == RowsTile::kPingPong128 ? 5 : 4;
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
@@ -28,24 +30,25 @@ struct RowsKernel {
 
 /// Fills in what depends on the tile, and launches. `weight_box_rows(tile_n)` gives the box of operand B.
 template <class Element, template <int> class LoadB, RowsTile kTile>
-Status launch_rows_tile(const char* name, Parameters& p, const TensorView& weight, int planes, GateLayout layout,
-                        std::int64_t num_slots, const Index& index, int raster, int device_index,
-                        cudaStream_t stream) {
+Status launch_rows_tile(const char* name, Parameters& p, const TensorView& weight, int planes,
+                        GateLayout layout, std::int64_t num_slots, const Index& index, int raster,
+                        const Context& ctx, cudaStream_t stream) {
   using Kernel = RowsKernel<Element, LoadB, kTile>;
   constexpr bool kAlongK = Kernel::LoadB::kMajor == Major::kK;
-  MOESTRO_RETURN_IF_ERROR(make_weight_map(name, weight, planes, layout, 1, kAlongK ? Kernel::kN : 64, &p.b));
+  MOESTRO_RETURN_IF_ERROR(
+      make_weight_map(name, weight, planes, layout, 1, kAlongK ? Kernel::kN / 2 : 64, &p.b));
   set_row_tiles(index, ceil_div(p.cols, Kernel::kN), raster, &p);
   const std::int64_t count = max_tiles(num_slots, weight.extent[0]) * p.n_tiles;
-  return launch(name, expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, device_index, stream);
+  return launch(name, expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, ctx, stream);
 }
 
 template <class Element, template <int> class LoadB>
 Status launch_rows(const char* name, Parameters& p, const TensorView& weight, int planes, GateLayout layout,
-                   std::int64_t num_slots, const Index& index, const Plan& plan, int device_index,
+                   std::int64_t num_slots, const Index& index, const Plan& plan, const Context& ctx,
                    cudaStream_t stream) {
   const auto run = [&]<RowsTile kTile>() {
-    return launch_rows_tile<Element, LoadB, kTile>(name, p, weight, planes, layout, num_slots, index, plan.raster,
-                                                   device_index, stream);
+    return launch_rows_tile<Element, LoadB, kTile>(name, p, weight, planes, layout, num_slots, index,
+                                                   plan.raster, ctx, stream);
   };
   switch (plan.rows_tile) {
     case RowsTile::kPingPong128: return run.template operator()<RowsTile::kPingPong128>();

@@ -1,6 +1,7 @@
-/// Which tile a block computes next. Both schedules are static: equal tiles, or experts by falling size.
+/// Which tiles there are, in the order in which blocks draw them.
 #pragma once
 
+#include "cuda/hopper/arch.cuh"
 #include "cuda/hopper/parameters.hpp"
 
 namespace moestro::cuda::hopper {
@@ -24,15 +25,25 @@ __device__ __forceinline__ void raster_tile(int i, int m_tiles, int n_tiles, int
   *m = first + rest - *n * height;
 }
 
+/// Weight gradients count the 64-column slabs of both planes through; one past the last is in no plane, so
+/// that TMA reads zeros and writes nothing there.
+struct Slab {
+  int plane;
+  int col;
+};
+__device__ __forceinline__ Slab slab_at(const Parameters& p, int slab) {
+  const int plane = (slab >= p.slabs_of_plane ? 1 : 0) + (slab >= 2 * p.slabs_of_plane ? 1 : 0);
+  return {plane, (slab - plane * p.slabs_of_plane) * 64};
+}
+
 /// The dispatch's tile table times the columns of the output.
 struct RowTiles {
   static constexpr bool kVaryingK = false;
   const Parameters& p;
   int num_tiles;
-  int count;
 
-  explicit __device__ RowTiles(const Parameters& parameters)
-      : p(parameters), num_tiles(__ldg(p.num_tiles)), count(num_tiles * p.n_tiles) {}
+  explicit __device__ RowTiles(const Parameters& parameters) : p(parameters), num_tiles(__ldg(p.num_tiles)) {}
+  __device__ int count() const { return num_tiles * p.n_tiles; }
   __device__ Work at(int i) const {
     Work work;
     int tile;
@@ -47,20 +58,19 @@ struct RowTiles {
   __device__ int k_tiles(const Work&) const { return p.k_tiles; }
 };
 
-/// All tiles of all experts' weight gradients; the sum over an expert's rows is the k axis.
+/// All tiles of all experts' weight gradients, largest expert first; the sum over its rows is the k axis.
 struct WeightTiles {
   static constexpr bool kVaryingK = true;
   const Parameters& p;
-  int count;
 
-  explicit __device__ WeightTiles(const Parameters& parameters)
-      : p(parameters), count(p.num_experts * p.m_tiles * p.n_tiles) {}
+  explicit __device__ WeightTiles(const Parameters& parameters) : p(parameters) {}
+  __device__ int count() const { return p.num_experts * p.m_tiles * p.n_tiles; }
   __device__ Work at(int i) const {
     Work work;
     const int tiles = p.m_tiles * p.n_tiles;
-    const int rank = i / tiles;
-    work.expert = __ldg(p.expert_order + rank);
-    raster_tile(i - rank * tiles, p.m_tiles, p.n_tiles, p.raster, &work.m, &work.n);
+    const int order = i / tiles;
+    work.expert = __ldg(p.expert_order + order);
+    raster_tile(i - order * tiles, p.m_tiles, p.n_tiles, p.raster, &work.m, &work.n);
     work.row0 = __ldg(p.offsets + work.expert);
     work.rows = __ldg(p.offsets + work.expert + 1) - work.row0;
     return work;

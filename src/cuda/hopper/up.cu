@@ -23,21 +23,21 @@ struct UpKernel {
 };
 
 template <class Element, ActivationFamily kFamily>
-Status launch_up(const Parameters& p, std::int64_t count, int device_index, cudaStream_t stream) {
+Status launch_up(Parameters& p, std::int64_t count, const Context& ctx, cudaStream_t stream) {
   using Kernel = UpKernel<Element, kFamily>;
-  return launch("up_forward", expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, device_index,
+  return launch("up_forward", expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, ctx,
                 stream);
 }
 
 template <class Element>
-Status launch_family(const Parameters& p, std::int64_t count, int device_index, cudaStream_t stream) {
-  if (p.activation.kind == ActivationKind::kSwiGLU) {
-    return launch_up<Element, ActivationFamily::kSwiGLU>(p, count, device_index, stream);
+Status launch_family(Parameters& p, std::int64_t count, const Context& ctx, cudaStream_t stream) {
+  if (p.activation.kind == ActivationKind::kSwiGLU && p.bias == nullptr && !p.bias_after_scale) {
+    return launch_up<Element, ActivationFamily::kSwiGLU>(p, count, ctx, stream);
   }
   if (is_gated(p.activation.kind)) {
-    return launch_up<Element, ActivationFamily::kGated>(p, count, device_index, stream);
+    return launch_up<Element, ActivationFamily::kGated>(p, count, ctx, stream);
   }
-  return launch_up<Element, ActivationFamily::kUngated>(p, count, device_index, stream);
+  return launch_up<Element, ActivationFamily::kUngated>(p, count, ctx, stream);
 }
 
 }  // namespace
@@ -48,7 +48,8 @@ const char* refusal(const UpForwardArgs& args, int device_index) {
   if (args.w_up.extent[2] % 8 != 0) return "d is not a multiple of 8";
   if (args.w_up.extent[1] / h_width_factor(args.activation.kind) % 8 != 0) return "n is not a multiple of 8";
   if (const char* reason = refuse_layout(args.x, "x is not in 16-byte steps")) return reason;
-  if (const char* reason = refuse_layout(args.w_up, "w_up is transposed, or not in 16-byte steps")) return reason;
+  if (const char* reason = refuse_layout(args.w_up, "w_up is transposed, or not in 16-byte steps"))
+    return reason;
   if (const char* reason = refuse_layout(args.h, "h is not in 16-byte steps")) return reason;
   if (const char* reason = refuse_layout(args.a, "a is not in 16-byte steps")) return reason;
   if (args.b_up.present() && args.b_up.stride[1] != 1) return "b_up is not contiguous along its rows";
@@ -86,14 +87,14 @@ Status up_forward(const UpForwardArgs& args, const Context& ctx, cudaStream_t st
     p.bias_step = interleaved ? 2 : 1;
     p.bias_up = interleaved ? 1 : static_cast<int>(n);
   }
-  MOESTRO_RETURN_IF_ERROR(make_weight_map("up_forward: w_up", args.w_up, planes, args.gate_layout, planes,
-                                          tile_cols, &p.b));
+  MOESTRO_RETURN_IF_ERROR(
+      make_weight_map("up_forward: w_up", args.w_up, planes, args.gate_layout, 1, 128, &p.b));
   MOESTRO_RETURN_IF_ERROR(make_rows_output("up_forward: h", args.h, planes, &p.rows_out));
   MOESTRO_RETURN_IF_ERROR(make_rows_output("up_forward: a", args.a, 1, &p.rows_out_a));
 
   const std::int64_t count = max_tiles(num_slots, args.w_up.extent[0]) * p.n_tiles;
-  return args.x.dtype == DType::kBF16 ? launch_family<__nv_bfloat16>(p, count, ctx.device_index, stream)
-                                      : launch_family<__half>(p, count, ctx.device_index, stream);
+  return args.x.dtype == DType::kBF16 ? launch_family<__nv_bfloat16>(p, count, ctx, stream)
+                                      : launch_family<__half>(p, count, ctx, stream);
 }
 
 }  // namespace moestro::cuda::hopper

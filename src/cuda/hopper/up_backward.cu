@@ -10,7 +10,8 @@ const char* refusal(const UpBackwardArgs& args, int device_index) {
   if (args.w_up.extent[2] % 8 != 0) return "d is not a multiple of 8";
   if (args.w_up.extent[1] / (args.gated ? 2 : 1) % 8 != 0) return "n is not a multiple of 8";
   if (const char* reason = refuse_layout(args.d_h, "d_h is not in 16-byte steps")) return reason;
-  if (const char* reason = refuse_layout(args.w_up, "w_up is transposed, or not in 16-byte steps")) return reason;
+  if (const char* reason = refuse_layout(args.w_up, "w_up is transposed, or not in 16-byte steps"))
+    return reason;
   return refuse_layout(args.d_x_rows, "d_x_rows is not in 16-byte steps");
 }
 
@@ -31,9 +32,9 @@ Status up_backward(const UpBackwardArgs& args, const Context& ctx, cudaStream_t 
   MOESTRO_RETURN_IF_ERROR(make_rows_map("up_backward: d_h", args.d_h, planes, kTileM, &p.a));
   MOESTRO_RETURN_IF_ERROR(make_rows_output("up_backward: d_x_rows", args.d_x_rows, 1, &p.rows_out));
   const auto run = [&](auto element) {
-    return launch_rows<decltype(element), LoadWeightColumns>("up_backward", p, args.w_up, planes, args.gate_layout,
-                                                             num_slots, args.index, plan_rows(planes * n, d),
-                                                             ctx.device_index, stream);
+    return launch_rows<decltype(element), LoadWeightColumns>("up_backward", p, args.w_up, planes,
+                                                             args.gate_layout, num_slots, args.index,
+                                                             plan_rows(planes * n, d), ctx, stream);
   };
   return args.d_h.dtype == DType::kBF16 ? run(__nv_bfloat16{}) : run(__half{});
 }

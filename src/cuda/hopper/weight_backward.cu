@@ -27,7 +27,7 @@ struct WeightKernel {
 template <class Element, bool kTransposed>
 Status launch_weight(const char* name, const TensorView& source, const TensorView& rows, int planes,
                      const Index& index, GateLayout layout, const TensorView& d_weight, bool accumulate,
-                     int device_index, cudaStream_t stream) {
+                     const Context& ctx, cudaStream_t stream) {
   const std::int64_t cols = rows.extent[1] / planes;
   const bool wide = d_weight.dtype == DType::kF32;
   const int box_rows = wide ? 32 : 64;
@@ -50,17 +50,18 @@ Status launch_weight(const char* name, const TensorView& source, const TensorVie
   const std::int64_t count = static_cast<std::int64_t>(p.num_experts) * p.m_tiles * p.n_tiles;
   const auto run = [&](auto output) {
     using Kernel = WeightKernel<Element, decltype(output), kTransposed>;
-    return launch(name, expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, device_index, stream);
+    return launch(name, expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, ctx, stream);
   };
   return wide ? run(0.0F) : run(Element{});
 }
 
-const char* refuse_weight(const TensorView& source, const TensorView& rows, int planes, const TensorView& d_weight,
-                          int device_index) {
+const char* refuse_weight(const TensorView& source, const TensorView& rows, int planes,
+                          const TensorView& d_weight, int device_index) {
   if (const char* reason = refuse_device(device_index)) return reason;
   if (const char* reason = refuse_dtype(source.dtype)) return reason;
   if (!d_weight.present()) return "no weight gradient is asked for";
-  if (d_weight.dtype != source.dtype && d_weight.dtype != DType::kF32) return "the gradient is in another dtype";
+  if (d_weight.dtype != source.dtype && d_weight.dtype != DType::kF32)
+    return "the gradient is in another dtype";
   if (source.extent[1] % 8 != 0) return "d is not a multiple of 8";
   if (rows.extent[1] / planes % 8 != 0) return "n is not a multiple of 8";
   if (const char* reason = refuse_layout(source, "x or d_y is not in 16-byte steps")) return reason;
@@ -85,7 +86,7 @@ Status up_weight_backward(const UpWeightBackwardArgs& args, const Context& ctx, 
   const auto run = [&](auto element) {
     return launch_weight<decltype(element), true>("up_weight_backward", args.x, args.d_h, args.gated ? 2 : 1,
                                                   args.index, args.gate_layout, args.d_w_up, args.accumulate,
-                                                  ctx.device_index, stream);
+                                                  ctx, stream);
   };
   return args.x.dtype == DType::kBF16 ? run(__nv_bfloat16{}) : run(__half{});
 }
@@ -95,9 +96,9 @@ Status down_weight_backward(const DownWeightBackwardArgs& args, const Context& c
     return Status::error(StatusCode::kUnsupported, "down_weight_backward: no Hopper kernel: %s", reason);
   }
   const auto run = [&](auto element) {
-    return launch_weight<decltype(element), false>("down_weight_backward", args.d_y, args.a_scaled, 1, args.index,
-                                                   GateLayout::kConcatenated, args.d_w_down, args.accumulate,
-                                                   ctx.device_index, stream);
+    return launch_weight<decltype(element), false>("down_weight_backward", args.d_y, args.a_scaled, 1,
+                                                   args.index, GateLayout::kConcatenated, args.d_w_down,
+                                                   args.accumulate, ctx, stream);
   };
   return args.d_y.dtype == DType::kBF16 ? run(__nv_bfloat16{}) : run(__half{});
 }

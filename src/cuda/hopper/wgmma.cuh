@@ -30,8 +30,12 @@ template <Major kMajor>
 constexpr std::uint64_t kDescriptorStepK16 = (kMajor == Major::kK ? 32 : 2048) >> 4;
 
 /// Before the first wgmma of a batch: registers and shared memory are as the code before left them.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -45,17 +49,21 @@ __device__ __forceinline__ void pin(float (&values)[kCount]) {
 }
 
 // Operand lists: MOESTRO_REGISTERS_<count> names %0 … and MOESTRO_OPERANDS_<count> binds them.
-#define MOESTRO_NAMES_0 \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define MOESTRO_NAMES_1 \
-  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define MOESTRO_NAMES_2 \
-  "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define MOESTRO_NAMES_3 \
-  "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define MOESTRO_BIND_8(d, i)                                                                              \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-      "+f"(d[i + 7])
+#define MOESTRO_NAMES_0                                                                                     \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%" \
+  "28,%29,%30,%31"
+#define MOESTRO_NAMES_1                                                                                      \
+  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57," \
+  "%58,%59,%60,%61,%62,%63"
+#define MOESTRO_NAMES_2                                                                                      \
+  "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89," \
+  "%90,%91,%92,%93,%94,%95"
+#define MOESTRO_NAMES_3                                                                                    \
+  "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%" \
+  "117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define MOESTRO_BIND_8(d, i)                                                                  \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
 #define MOESTRO_BIND_32(d, i) \
   MOESTRO_BIND_8(d, i), MOESTRO_BIND_8(d, i + 8), MOESTRO_BIND_8(d, i + 16), MOESTRO_BIND_8(d, i + 24)
 #define MOESTRO_REGISTERS_64 MOESTRO_NAMES_0 "," MOESTRO_NAMES_1
@@ -66,11 +74,12 @@ __device__ __forceinline__ void pin(float (&values)[kCount]) {
 #define MOESTRO_OPERANDS_128(d) MOESTRO_OPERANDS_96(d), MOESTRO_BIND_32(d, 96)
 
 // P0, P1, P2, P3, P4: the operands after the accumulators (two descriptors, accumulate?, two majors).
-#define MOESTRO_WGMMA(N, TYPE, COUNT, P0, P1, P2, P3, P4)                                                     \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P2 ", 0;\n"                                                \
-               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" MOESTRO_REGISTERS_##COUNT   \
-               "}, " P0 ", " P1 ", p, 1, 1, " P3 ", " P4 ";\n}\n"                                              \
-               : MOESTRO_OPERANDS_##COUNT(d)                                                                  \
+#define MOESTRO_WGMMA(N, TYPE, COUNT, P0, P1, P2, P3, P4)                                        \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P2                                            \
+               ", 0;\n"                                                                          \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                   \
+               " {" MOESTRO_REGISTERS_##COUNT "}, " P0 ", " P1 ", p, 1, 1, " P3 ", " P4 ";\n}\n" \
+               : MOESTRO_OPERANDS_##COUNT(d)                                                     \
                : "l"(a), "l"(b), "r"(accumulate), "n"(kMajorA == Major::kMN), "n"(kMajorB == Major::kMN))
 
 /// d = a b, or d += a b where `accumulate` is not 0.
