@@ -9,14 +9,14 @@
 namespace moestro::cuda::hopper {
 namespace {
 
-constexpr int kTileN = 256;
+constexpr int kTileN = 128;
 
 template <class Element_, ActivationFamily kFamily>
 struct DownBackwardKernel {
   using Element = Element_;
   static constexpr int kN = kTileN;
-  static constexpr int kStages = 3;
-  static constexpr bool kPingPong = false;
+  static constexpr int kStages = 4;
+  static constexpr bool kPingPong = true;
   static constexpr int kProducerRegisters = 56;
   static constexpr int kConsumerRegisters = 224;
   using Schedule = RowTiles;
@@ -103,7 +103,7 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStrea
   }
 
   Parameters p{};
-  set_row_tiles(args.index, ceil_div(n, kTileN), plan_raster(8), &p);
+  set_row_tiles(args.index, ceil_div(n, kTileN), plan_raster(4), &p);
   p.source = args.d_y.data;
   p.source_stride = args.d_y.stride[0];
   p.source_cols = static_cast<int>(d);

@@ -278,65 +278,60 @@ template <class Element_, int kN, ActivationFamily kFamily>
 struct StoreActivationBackward {
   using Element = Element_;
   static constexpr int kPlanes = kPlanesOf<kFamily>;
-  static constexpr int kSets = 2;  ///< of H, in turn
-  static constexpr int kSetBytes = kPlanes * kChunkBytes;
-  static constexpr int kStagingBytes = kSets * kSetBytes + kChunkBytes;  ///< the last chunk: A'
+  static constexpr int kSets = 2;
+  static constexpr int kSetBytes = (kPlanes + 1) * kChunkBytes;  ///< H, then dH; A'
+  static constexpr int kStagingBytes = kSets * kSetBytes;
   static constexpr int kNumBarriers = kSets;
   static constexpr int kChunks = kN / 64;
+  static_assert(kChunks == kSets);
   const Parameters& p;
   std::uint32_t sets;
   std::uint32_t barriers;
-  int block;                 ///< this warpgroup's 64 rows of each tile
   std::uint32_t parity = 0;  ///< bit i: of set i
-  float scale[2];            ///< s of this thread's two rows
+  float scale[2][2];         ///< s of this thread's rows: [block][row, row + 8]
 
   __device__ StoreActivationBackward(const Parameters& parameters, std::uint32_t buffers,
                                      std::uint32_t set_barriers)
-      : p(parameters),
-        sets(buffers),
-        barriers(set_barriers),
-        block(static_cast<int>(threadIdx.x) / 128 - 1) {}
+      : p(parameters), sets(buffers), barriers(set_barriers) {}
 
-  __device__ __forceinline__ void load(const Work& work, int chunk) const {
-    const std::uint32_t loaded = barriers + chunk % kSets * 8;
-    barrier_expect_bytes(loaded, kSetBytes);
+  /// H of chunk `chunk` of 64-row block `block`, into the chunk's set.
+  __device__ __forceinline__ void load(const Work& work, int block, int chunk) const {
+    const std::uint32_t loaded = barriers + chunk * 8;
+    barrier_expect_bytes(loaded, kPlanes * kChunkBytes);
 #pragma unroll
     for (int plane = 0; plane < kPlanes; ++plane) {
-      tma_load(sets + chunk % kSets * kSetBytes + plane * kChunkBytes, p.h, loaded, work.n * kN + chunk * 64,
-               plane, work.row0 + block * 64, 0);
+      tma_load(sets + chunk * kSetBytes + plane * kChunkBytes, p.h, loaded, work.n * kN + chunk * 64, plane,
+               work.row0 + block * 64, 0);
     }
   }
 
   __device__ __forceinline__ void prefetch(const Work& work) {
-    if (work.rows <= block * 64) return;
     if (Lane::thread() == 0) {
       tma_wait_read<0>();
 #pragma unroll
-      for (int chunk = 0; chunk < kSets; ++chunk) load(work, chunk);
+      for (int chunk = 0; chunk < kChunks; ++chunk) load(work, 0, chunk);
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = block * 64 + Lane::row() + 8 * h;
-      scale[h] = row < work.rows ? __ldg(p.row_weights + work.row0 + row) : 0.0F;
+    for (int block = 0; block < 2; ++block) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = block * 64 + Lane::row() + 8 * h;
+        scale[block][h] = row < work.rows ? __ldg(p.row_weights + work.row0 + row) : 0.0F;
+      }
     }
   }
 
-  __device__ __forceinline__ void store(float (&acc)[kN / 2], const Work& work, int) {
+  __device__ __forceinline__ void store(float (&acc)[kN / 2], const Work& work, int block) {
     const int row = work.row0 + block * 64;
     const int rows = work.rows - block * 64;
-    const std::uint32_t a_buffer = sets + kSets * kSetBytes;
     float sum[2] = {};
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const std::uint32_t set = sets + chunk % kSets * kSetBytes;
+      const std::uint32_t set = sets + chunk * kSetBytes;
+      const std::uint32_t a_buffer = set + kPlanes * kChunkBytes;
       const int col = work.n * kN + chunk * 64;
-      if (chunk > 0) {  // the chunk before has left A's buffer and its set
-        if (Lane::thread() == 0) tma_wait_read<0>();
-        sync_warpgroup();
-        if (Lane::thread() == 0 && chunk + 1 < kChunks) load(work, chunk + 1);
-      }
-      barrier_wait(barriers + chunk % kSets * 8, parity >> chunk % kSets & 1);
-      parity ^= 1U << chunk % kSets;
+      barrier_wait(barriers + chunk * 8, parity >> chunk & 1);
+      parity ^= 1U << chunk;
 #pragma unroll
       for (int i = 0; i < 8; i += 2) {
         std::uint32_t planes[kPlanes][4];
@@ -348,7 +343,7 @@ struct StoreActivationBackward {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {  // j: group i + j / 2, row + 8 (j % 2)
           const int h = j % 2;
-          const float s = scale[h];
+          const float s = scale[block][h];
           const float* g = &acc[chunk * 32 + (i + j / 2) * 4 + h * 2];
           float d[kPlanes][2];
           float a[2];
@@ -396,6 +391,10 @@ struct StoreActivationBackward {
           }
           if (p.rows_out_a.data != nullptr) tma_store(p.rows_out_a.map, a_buffer, col, 0, row, 0);
           tma_commit();
+          if (block == 0 && work.rows > 64) {
+            tma_wait_read<0>();
+            load(work, 1, chunk);
+          }
         }
       } else {
         if (p.rows_out.data != nullptr) {
@@ -406,9 +405,9 @@ struct StoreActivationBackward {
         if (p.rows_out_a.data != nullptr)
           copy_lines(p.rows_out_a, a_buffer, Lane::thread(), rows, row, 0, col);
         fence_async_proxy();
+        sync_warpgroup();  // before the set is loaded for the next tile
       }
     }
-    if (rows < 64) sync_warpgroup();  // before the sets are loaded for the next tile
     if (p.partials != nullptr) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

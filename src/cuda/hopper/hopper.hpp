@@ -46,7 +46,7 @@ Status down_forward(const DownForwardArgs& args, const Context& ctx, cudaStream_
 Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStream_t stream);
 Status down_weight_backward(const DownWeightBackwardArgs& args, const Context& ctx, cudaStream_t stream);
 
-/// The counter, and partial sums of dS: [S, ceil(n / 256)] f32.
+/// The counter, and partial sums of dS: [S, ceil(n / 128)] f32.
 std::size_t down_backward_workspace_bytes(std::int64_t num_slots, std::int64_t d_ff);
 
 }  // namespace moestro::cuda::hopper

@@ -20,9 +20,13 @@ int plan_raster(int rule) {
   return raster > 0 ? raster : rule;
 }
 
-Plan plan_rows(std::int64_t k, std::int64_t /*cols*/) {
+Plan plan_rows(std::int64_t k, std::int64_t cols) {
+  // The long sum hides the cooperative tile's epilogue, and its operands cost less of the L2's bandwidth; a
+  // narrow output leaves too few columns to share the rows. Measured 2026-11-29 on an H200
+  // (docs/benchmarking.md).
+  const bool cooperative = k >= 4096 || (k >= 2048 && cols <= 1024);
+  const RowsTile rule = cooperative ? RowsTile::kCooperative256 : RowsTile::kPingPong192;
   const int tile = forced_tile;
-  const RowsTile rule = k >= 1024 ? RowsTile::kCooperative256 : RowsTile::kPingPong192;
   return {tile >= 0 && tile < kNumRowsTiles ? static_cast<RowsTile>(tile) : rule, plan_raster(8)};
 }
 

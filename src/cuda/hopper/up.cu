@@ -4,6 +4,7 @@
 #include "cuda/hopper/gemm.cuh"
 #include "cuda/hopper/hopper.hpp"
 #include "cuda/hopper/launch.hpp"
+#include "cuda/hopper/plan.hpp"
 
 namespace moestro::cuda::hopper {
 namespace {
@@ -69,7 +70,7 @@ Status up_forward(const UpForwardArgs& args, const Context& ctx, cudaStream_t st
   const int tile_cols = 256 / planes;
 
   Parameters p{};
-  set_row_tiles(args.index, ceil_div(n, tile_cols), 8, &p);
+  set_row_tiles(args.index, ceil_div(n, tile_cols), plan_raster(8), &p);
   p.source = args.x.data;
   p.source_stride = args.x.stride[0];
   p.source_cols = static_cast<int>(d);
