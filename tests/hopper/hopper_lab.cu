@@ -812,13 +812,39 @@ struct Problem {
     CHECK_CUDA(cudaDeviceSynchronize());
   }
 
-  void report(const char* kernel, const char* variant, double flops, double ms, double cublas_ms) {
-    std::printf("  %-16s %-14s %8.3f ms %7.1f TF/s", kernel, variant, ms, flops / ms * 1e-9);
-    if (cublas_ms > 0)
-      std::printf("   cuBLAS %8.3f ms %7.1f TF/s   ratio %.3f", cublas_ms, flops / cublas_ms * 1e-9,
-                  cublas_ms / ms);
-    std::printf("\n");
+  /// Times `run` between two timings of the yardstick, since the card slows down as it warms; prints a line,
+  /// and a row for bench/results where MOESTRO_LAB_JSON names a file.
+  void report(const char* kernel, const std::string& variant, double flops,
+              const std::function<double()>& yardstick, const std::function<void()>& run) {
+    const double before = yardstick();
+    const double ms = time_ms(run);
+    const double cublas_ms = (before + yardstick()) / 2;
+    std::printf("  %-16s %-12s %8.3f ms %7.1f TF/s   cuBLAS %8.3f ms %7.1f TF/s   ratio %.3f\n", kernel,
+                variant.c_str(), ms, flops / ms * 1e-9, cublas_ms, flops / cublas_ms * 1e-9, cublas_ms / ms);
     std::fflush(stdout);
+    const char* path = std::getenv("MOESTRO_LAB_JSON");
+    if (path == nullptr) return;
+    const auto environment = [](const char* name) {
+      const char* value = std::getenv(name);
+      return value == nullptr ? "" : value;
+    };
+    cudaDeviceProp device{};
+    CHECK_CUDA(cudaGetDeviceProperties(&device, 0));
+    if (std::FILE* file = std::fopen(path, "a")) {
+      std::fprintf(
+          file,
+          "{\"bench\": \"hopper_kernels\", \"shape\": \"%s\", \"T\": %lld, \"d\": %lld, \"n\": %lld, "
+          "\"E\": %lld, \"K\": %lld, \"dtype\": \"%s\", \"routing\": \"%s\", \"kernel\": \"%s\", "
+          "\"variant\": \"%s\", \"ms\": %.4f, \"tflops\": %.1f, \"cublas_tflops\": %.1f, "
+          "\"device\": \"%s\", \"driver\": \"%s\", \"CUDA\": \"%d.%d\", \"date\": \"%s\", "
+          "\"commit\": \"%s\"}\n",
+          s.name, (long long)s.T, (long long)s.d, (long long)s.n, (long long)s.E, (long long)s.K,
+          kBf16 ? "bf16" : "f16", o.routing == Routing::kZipf ? "zipf" : "uniform", kernel, variant.c_str(),
+          ms, flops / ms * 1e-9, flops / cublas_ms * 1e-9, device.name, environment("MOESTRO_LAB_DRIVER"),
+          CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, environment("MOESTRO_LAB_DATE"),
+          environment("MOESTRO_LAB_COMMIT"));
+      std::fclose(file);
+    }
   }
 
   void bench() {
@@ -827,69 +853,58 @@ struct Problem {
     const int64_t rows = S / s.E;
     const double up_flops = 2.0 * R * s.d * W;
     const double down_flops = 2.0 * R * s.d * s.n;
-    const bool yard = cublas->gemm != nullptr;
     const auto bmm = [&](bool ta, bool tb, int64_t r, int64_t c, int64_t k, const Buffer& a_,
-                         const Buffer& b_, Buffer& c_) {
-      if (!yard) return 0.0;
-      return time_ms(
-          [&, ta, tb, r, c, k] { cublas->run(ta, tb, r, c, k, a_.data, b_.data, c_.data, s.E, type); });
+                         const Buffer& b_, Buffer& c_) -> std::function<double()> {
+      if (cublas->gemm == nullptr) return [] { return 0.0; };
+      return [this, ta, tb, r, c, k, type, pa = a_.data, pb = b_.data, pc = c_.data] {
+        return time_ms([&] { cublas->run(ta, tb, r, c, k, pa, pb, pc, s.E, type); });
+      };
     };
-    fill(y.as<Element>(), S * s.d, 9, 1.0F);  // stands for gathered x
-    const std::vector<int> rasters = o.sweep ? std::vector<int>{4, 8, 16, 32} : std::vector<int>{-1};
-    const auto each_raster = [&](const char* kernel, double flops, double yard_ms,
-                                 const std::function<void()>& run) {
+    const std::vector<int> rasters = o.sweep ? std::vector<int>{4, 8, 16} : std::vector<int>{-1};
+    using Run = std::function<void()>;
+    const auto each_raster = [&](const char* kernel, const std::string& variant, double flops,
+                                 const std::function<double()>& yardstick, const Run& run) {
       for (const int raster : rasters) {
         hopper::force_raster(raster);
-        report(kernel, raster < 0 ? "" : ("raster " + std::to_string(raster)).c_str(), flops, time_ms(run),
-               yard_ms);
+        report(kernel, variant + (raster < 0 ? "" : " r" + std::to_string(raster)), flops, yardstick, run);
       }
       hopper::force_raster(-1);
     };
-    const auto each_tile = [&](const char* kernel, double flops, double yard_ms,
-                               const std::function<void()>& run) {
-      const char* names[] = {"pp128", "pp192", "coop256"};
-      for (int tile = 0; tile < hopper::kNumRowsTiles; ++tile) {
+    const auto each_tile = [&](const char* kernel, double flops, const std::function<double()>& yardstick,
+                               const Run& run) {
+      const char* names[] = {"128x128 pp", "128x192 pp", "128x256 co"};
+      for (int tile = o.sweep ? 0 : 1; tile < hopper::kNumRowsTiles; ++tile) {
         hopper::force_rows_tile(tile);
-        for (const int raster : rasters) {
-          hopper::force_raster(raster);
-          report(kernel, (names[tile] + (raster < 0 ? "" : " r" + std::to_string(raster))).c_str(), flops,
-                 time_ms(run), yard_ms);
-        }
+        each_raster(kernel, names[tile], flops, yardstick, run);
       }
       hopper::force_rows_tile(-1);
-      hopper::force_raster(-1);
     };
-    double yard_ms = bmm(false, true, rows, W, s.d, y, w_up, h);
-    each_raster("up h+a", up_flops, yard_ms,
+    fill(y.as<Element>(), S * s.d, 9, 1.0F);  // stands for gathered rows
+    each_raster("up", "h and a", up_flops, bmm(false, true, rows, W, s.d, y, w_up, h),
                 [&] { check_status(hopper::up_forward(up_args(true, true), ctx, nullptr)); });
-    report("up a", "", up_flops,
-           time_ms([&] { check_status(hopper::up_forward(up_args(false, true), ctx, nullptr)); }), yard_ms);
-    yard_ms = bmm(false, true, rows, s.d, s.n, a, w_down, d_x);
-    each_tile("down", down_flops, yard_ms,
+    each_raster("up", "a alone", up_flops, bmm(false, true, rows, W, s.d, y, w_up, d_h),
+                [&] { check_status(hopper::up_forward(up_args(false, true), ctx, nullptr)); });
+    each_tile("down", down_flops, bmm(false, true, rows, s.d, s.n, a, w_down, d_x),
               [&] { check_status(hopper::down_forward(down_args(), ctx, nullptr)); });
     fill(y.as<Element>(), S * s.d, 9, 1.0F);
-    yard_ms = bmm(false, false, rows, s.n, s.d, y, w_down, a_scaled);
-    each_raster("down backward", down_flops, yard_ms,
+    each_raster("down_backward", "", down_flops, bmm(false, false, rows, s.n, s.d, y, w_down, a),
                 [&] { check_status(hopper::down_backward(down_backward_args(), ctx, nullptr)); });
-    yard_ms = bmm(false, false, rows, s.d, W, d_h, w_up, d_x);
-    each_tile("up backward", up_flops, yard_ms,
+    each_tile("up_backward", up_flops, bmm(false, false, rows, s.d, W, d_h, w_up, d_x),
               [&] { check_status(hopper::up_backward(up_backward_args(), ctx, nullptr)); });
-    yard_ms = bmm(true, false, W, s.d, rows, d_h, y, d_w_up);
-    each_raster("up weight", up_flops, yard_ms, [&] {
+    const auto up_yardstick = bmm(true, false, W, s.d, rows, d_h, y, d_w_up);
+    each_raster("up_weight", "", up_flops, up_yardstick, [&] {
       check_status(hopper::up_weight_backward(up_weight_args(kType, false), ctx, nullptr));
     });
-    report("up weight", "f32 +=", up_flops, time_ms([&] {
-             check_status(hopper::up_weight_backward(up_weight_args(DType::kF32, true), ctx, nullptr));
-           }),
-           yard_ms);
-    yard_ms = bmm(true, false, s.d, s.n, rows, y, a_scaled, d_w_down);
-    each_raster("down weight", down_flops, yard_ms, [&] {
+    each_raster("up_weight", "f32 added", up_flops, up_yardstick, [&] {
+      check_status(hopper::up_weight_backward(up_weight_args(DType::kF32, true), ctx, nullptr));
+    });
+    const auto down_yardstick = bmm(true, false, s.d, s.n, rows, y, a_scaled, d_w_down);
+    each_raster("down_weight", "", down_flops, down_yardstick, [&] {
       check_status(hopper::down_weight_backward(down_weight_args(kType, false), ctx, nullptr));
     });
-    report("down weight", "f32 +=", down_flops, time_ms([&] {
-             check_status(hopper::down_weight_backward(down_weight_args(DType::kF32, true), ctx, nullptr));
-           }),
-           yard_ms);
+    each_raster("down_weight", "f32 added", down_flops, down_yardstick, [&] {
+      check_status(hopper::down_weight_backward(down_weight_args(DType::kF32, true), ctx, nullptr));
+    });
   }
 };
 
