@@ -9,6 +9,8 @@
 ///   scan   everything else: a warp a token reads its logits once a choice
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "cuda/cuda.hpp"
 #include "cuda/device.hpp"
 #include "cuda/device/numeric.cuh"
@@ -134,6 +136,29 @@ __device__ __forceinline__ void load_logits(const Logit* row, int first, int num
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     logit[i] = first + i < num_experts ? to_float(row[first + i]) : negative_infinity();
+  }
+}
+
+/// Writes a row's [first, first + kCount); past num_experts nothing is touched.
+template <typename Logit, int kCount>
+__device__ __forceinline__ void store_logits(Logit* row, int first, int num_experts, bool vector,
+                                             const float (&value)[kCount]) {
+  constexpr int kBytes = kCount * static_cast<int>(sizeof(Logit));
+  if (vector && kBytes >= 4 && first + kCount <= num_experts) {
+    alignas(16) Logit element[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) element[i] = from_float<Logit>(value[i]);
+    using Vector =
+        std::conditional_t<kBytes % 16 == 0, uint4, std::conditional_t<kBytes == 8, uint2, unsigned>>;
+#pragma unroll
+    for (int i = 0; i < kBytes / static_cast<int>(sizeof(Vector)); ++i) {
+      reinterpret_cast<Vector*>(row + first)[i] = reinterpret_cast<const Vector*>(element)[i];
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (first + i < num_experts) row[first + i] = from_float<Logit>(value[i]);
   }
 }
 
@@ -485,12 +510,14 @@ struct RouterBackward {
   std::int64_t num_tokens;
   int num_experts;
   int top_k;
+  bool vector;  // rows of logits and d_logits in whole vectors
   RouterConfig config;
 };
 
 /// d_logits of a row: every expert's -p * projection first, then the chosen ones over it. An id that a row
-/// holds twice gets the sum of its gradients.
-template <typename Logit>
+/// holds twice gets the sum of its gradients. Up to 32 * kPerLane experts are kept in registers; kPerLane 0
+/// reads them again instead, however many they are.
+template <typename Logit, int kPerLane>
 __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     router_backward_kernel(const __grid_constant__ RouterBackward p) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -505,7 +532,28 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
 
   float largest = 0.0F;
   float total = 1.0F;
-  if (softmax) softmax_terms(row, p.num_experts, lane, &largest, &total);
+  constexpr int kKept = kPerLane == 0 ? 1 : kPerLane;
+  float kept[kKept];  // exponentials of this lane's logits, relative to the largest
+  const int first = lane * kKept;
+  if constexpr (kPerLane != 0) {
+    if (softmax) {
+      load_logits(row, first, p.num_experts, p.vector, kept);
+      float local = negative_infinity();
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) local = fmaxf(local, kept[i]);
+      largest = from_ordered_bits(__reduce_max_sync(kFullWarp, ordered_bits(local)));
+      float sum = 0.0F;
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) {
+        const bool counts = kept[i] == kept[i] && largest != negative_infinity();
+        kept[i] = counts ? expf(kept[i] - largest) : 0.0F;
+        sum += kept[i];
+      }
+      total = warp_sum(sum);
+    }
+  } else if (softmax) {
+    softmax_terms(row, p.num_experts, lane, &largest, &total);
+  }
   const auto score_at = [&](int e) { return score_of(p.config.score, to_float(row[e]), largest, total); };
 
   float divisor = 1.0F;
@@ -536,8 +584,15 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     }
     projection = warp_sum(projection);
   }
-  for (int e = lane; e < p.num_experts; e += 32) {
-    d_row[e] = from_float<Logit>(softmax ? -score_at(e) * projection : 0.0F);
+  if constexpr (kPerLane != 0) {
+    const float scale = softmax && total > 0.0F ? -projection / total : 0.0F;
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) kept[i] = softmax ? kept[i] * scale : 0.0F;
+    store_logits(d_row, first, p.num_experts, p.vector, kept);
+  } else {
+    for (int e = lane; e < p.num_experts; e += 32) {
+      d_row[e] = from_float<Logit>(softmax ? -score_at(e) * projection : 0.0F);
+    }
   }
   __syncwarp();
   for (int k = lane; k < p.top_k; k += 32) {
@@ -668,8 +723,23 @@ Status router_backward(const RouterBackwardArgs& args, const Context& ctx) {
 
   const DeviceGuard guard(device->ordinal);
   with_element_type(args.logits.dtype, [&]<typename Logit>() {
-    router_backward_kernel<Logit>
-        <<<blocks_for(params.num_tokens), 32 * kWarpsPerBlock, 0, stream_of(ctx)>>>(params);
+    const auto launch = [&]<int kPerLane>() {
+      constexpr std::int64_t kBytes = kPerLane * static_cast<std::int64_t>(sizeof(Logit));
+      constexpr std::int64_t kAlignment = kBytes < 16 ? (kBytes == 0 ? 1 : kBytes) : 16;
+      const auto aligned = [](const void* data, std::int64_t stride) {
+        return reinterpret_cast<std::uintptr_t>(data) % static_cast<std::uintptr_t>(kAlignment) == 0 &&
+               stride * static_cast<std::int64_t>(sizeof(Logit)) % kAlignment == 0;
+      };
+      params.vector =
+          aligned(params.logits, params.logits_stride) && aligned(params.d_logits, params.d_logits_stride);
+      router_backward_kernel<Logit, kPerLane>
+          <<<blocks_for(params.num_tokens), 32 * kWarpsPerBlock, 0, stream_of(ctx)>>>(params);
+    };
+    if (params.num_experts <= 64) return launch.template operator()<2>();
+    if (params.num_experts <= 128) return launch.template operator()<4>();
+    if (params.num_experts <= 256) return launch.template operator()<8>();
+    if (params.num_experts <= 512) return launch.template operator()<16>();
+    launch.template operator()<0>();
   });
   return check_launch("router_backward");
 }

@@ -224,6 +224,10 @@ def test_dispatch_golden_example() -> None:
     """The five tokens of MoEBlaze's figure."""
     ids = torch.tensor([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]], device=DEVICE)
     for builder in ("auto", "dense_map", "histogram"):
+        if builder == "dense_map" and DEVICE.type == "cuda":
+            with pytest.raises(NotImplementedError, match="dense_map"):
+                moestro.dispatch(ids, 4, builder=builder)
+            continue
         index = moestro.dispatch(ids, 4, builder=builder)
         assert index.expert_token_indices.tolist() == [1, 2, 4, 1, 3, 0, 3, 0, 2, 4]
         assert index.expert_token_offsets.tolist() == [0, 3, 5, 7, 10]

@@ -107,9 +107,13 @@ def test_low_precision_logits_are_computed_in_float32(dtype: torch.dtype) -> Non
     ids, weights = moestro.route(logits, 4)
     wide = logits.detach().float().requires_grad_()
     wide_ids, wide_weights = moestro.route(wide, 4)
-    assert torch.equal(ids, wide_ids) and torch.equal(weights, wide_weights)
-    weights.square().sum().backward()
-    wide_weights.square().sum().backward()
+    assert torch.equal(ids, wide_ids)
+    # On CUDA the two have kernels of their own, which sum in another order.
+    tolerance = {"rtol": 2e-6, "atol": 0.0} if DEVICE.type == "cuda" else {"rtol": 0.0, "atol": 0.0}
+    torch.testing.assert_close(weights, wide_weights, **tolerance)
+    upstream = wide_weights.detach() * 2
+    weights.backward(upstream)
+    wide_weights.backward(upstream)
     assert logits.grad.dtype == dtype
     assert torch.equal(logits.grad, wide.grad.to(dtype))
 

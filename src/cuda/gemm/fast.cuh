@@ -193,19 +193,23 @@ __device__ __forceinline__ void wait_all_but(int pending) {
 template <typename T, typename Loader>
 using WarpTileOf = WarpTile<T, Loader::kMajorA, Loader::kMajorOfB, Loader::kStep>;
 
-/// The loop over k. A warp without rows (kActive false) only copies. In the last 16 of a step the next one's
-/// first fragments are read already, so the barrier lies before them: what it waits for is the next step's
-/// stage, and what it sets free is the previous one's.
-template <bool kActive, typename T, typename Loader>
-__device__ __forceinline__ void fast_loop(Loader& loader, int steps, int stages, std::uint32_t ring,
-                                          WarpTileOf<T, Loader>& warp) {
+/// The loop over k; `stages` is 3 to 6. In the last 16 of a step the next one's first fragments are read
+/// already, so the barrier lies before them: what it waits for is the next step's stage, and what it sets
+/// free is the previous one's. A warp without rows only copies.
+template <typename T, typename Loader>
+__device__ __forceinline__ void fast_main_loop(Loader& loader, const Tile& tile, int stages,
+                                               unsigned char* shared) {
   constexpr int kParts = Loader::kStep / 16;
   constexpr int kStage = kStageBytes<Loader::kStep>;
   constexpr int kOperand = kOperandBytes<Loader::kStep>;
+  const int steps = static_cast<int>((tile.depth + Loader::kStep - 1) / Loader::kStep);
+  const std::uint32_t ring = shared_address(shared);
   const std::uint32_t ring_end = ring + static_cast<std::uint32_t>(stages * kStage);
   const auto advance = [ring, ring_end](std::uint32_t stage) {
     return stage + kStage == ring_end ? ring : stage + kStage;
   };
+  WarpTileOf<T, Loader> warp;
+  const bool active = warp.m0 < tile.rows;
   std::uint32_t write = ring;  // the stage that is filled next
   for (int s = 0; s < stages - 1; ++s) {
     loader.issue(write);
@@ -213,57 +217,48 @@ __device__ __forceinline__ void fast_loop(Loader& loader, int steps, int stages,
     write = advance(write);
   }
   wait_all_but(stages - 2);
-  named_barrier(kFastThreads);
+  __syncthreads();
   std::uint32_t read = ring;
-  if constexpr (kActive) {
+  if (active) {
     warp.load_b(0, read + kOperand, 0);
     warp.load_a(0, read, 0, 0);
   }
   for (int step = 0; step < steps; ++step) {
     const std::uint32_t next = advance(read);
+    if (active) {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const bool last = part == kParts - 1;
-      if (last) {
-        wait_all_but(stages - 3);
-        named_barrier(kFastThreads);
-      }
-      if constexpr (kActive)
-        warp.load_b((part + 1) & 1, (last ? next : read) + kOperand, last ? 0 : part + 1);
-      if (last) {
-        loader.issue(write);
-        commit_copies();
-      }
-      if constexpr (kActive) {
+      for (int part = 0; part < kParts - 1; ++part) {
+        warp.load_b((part + 1) & 1, read + kOperand, part + 1);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (i < 3) {
-            warp.load_a((i + 1) & 1, read, i + 1, part);
-          } else {
-            warp.load_a(0, last ? next : read, 0, last ? 0 : part + 1);
-          }
+          warp.load_a((i + 1) & 1, read, (i + 1) % 4, part + (i + 1) / 4);
           warp.multiply(i, i & 1, part & 1);
         }
       }
     }
+    wait_all_but(stages - 3);
+    __syncthreads();
+    if (active) {
+      constexpr int kLast = kParts - 1;
+      warp.load_b(0, next + kOperand, 0);
+      loader.issue(write);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i < 3) {
+          warp.load_a((i + 1) & 1, read, i + 1, kLast);
+        } else {
+          warp.load_a(0, next, 0, 0);
+        }
+        warp.multiply(i, i & 1, kLast & 1);
+      }
+    } else {
+      loader.issue(write);
+    }
+    commit_copies();
     read = next;
     write = advance(write);
   }
   wait_copies<0>();
-}
-
-/// `stages` is 3 to 6.
-template <typename T, typename Loader>
-__device__ __forceinline__ void fast_main_loop(Loader& loader, const Tile& tile, int stages,
-                                               unsigned char* shared) {
-  const int steps = static_cast<int>((tile.depth + Loader::kStep - 1) / Loader::kStep);
-  WarpTileOf<T, Loader> warp;
-  const bool active = warp.m0 < tile.rows;
-  if (active) {
-    fast_loop<true, T>(loader, steps, stages, shared_address(shared), warp);
-  } else {
-    fast_loop<false, T>(loader, steps, stages, shared_address(shared), warp);
-  }
   __syncthreads();
   if (active) warp.stage_sums(reinterpret_cast<float*>(shared));
   __syncthreads();
