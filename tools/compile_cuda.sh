@@ -10,3 +10,4 @@ say "configure: $build"
 quietly cuda-configure cmake --preset cuda -DMOESTRO_CUDA_ARCHITECTURES=80-real ||
   fail "CMake could not configure the build"
 cmake --build "$build" -j "$JOBS" || fail "the CUDA sources do not compile"
+"$build/tests/moestro_tests" --gtest_brief=1 --gtest_filter='CudaPlanTest.*' || fail "plans of the CUDA kernels are wrong"

@@ -3,7 +3,8 @@
 # and the Python suite on cuda where the torch operators are built. Logs and results go to one folder.
 #   tools/gpu_round.sh [OUT_FOLDER]
 # Environment: BIN (folder with moestro_tests and moestro_stage_bench; built into build-cuda when not given),
-# STEPS (default "tests sanitize bench python"), JOBS, PYTHON.
+# STEPS (default "tests sanitize bench python"), JOBS, PYTHON, MOESTRO_LIBRARY (the torch operators; build/'s
+# when not given).
 source "$(dirname "$0")/common.sh"
 out=${1:-$ROOT/build/gpu-round}
 steps=${STEPS:-tests sanitize bench python}
@@ -61,12 +62,13 @@ if wants bench; then
 fi
 
 if wants python; then
+  if [ -z "${MOESTRO_LIBRARY:-}" ] && [ -f "$BUILD/python/csrc/libmoestro_torch.so" ]; then use_built_package; fi
   python=${PYTHON:-$VENV/bin/python}
-  if compgen -G "$ROOT/python/moestro/*.so" >/dev/null && "$python" -c 'import torch, pytest' 2>/dev/null; then
+  if [ -n "${MOESTRO_LIBRARY:-}" ]; then
     MOESTRO_TEST_DEVICE=cuda "$python" -m pytest -q tests/python >"$out/python.log" 2>&1 || failed=1
     say "python: $(tail -n 1 "$out/python.log")"
   else
-    say "python: not run (the torch operators are not built here: make build)"
+    say "python: not run (the torch operators are not built here: CUDA=ON make build)"
   fi
 fi
 exit "$failed"
