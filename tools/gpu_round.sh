@@ -13,16 +13,16 @@ nvidia-smi -L >/dev/null 2>&1 || fail "no NVIDIA GPU here (nvidia-smi -L fails)"
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee "$out/gpu.txt"
 
 if [ -z "${BIN:-}" ]; then
-  build=$ROOT/build-cuda
+  cuda_build=$ROOT/build-cuda
   architecture=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
   [ "$architecture" != 90 ] || architecture=90a
-  say "build: $build (sm_$architecture)"
+  say "build: $cuda_build (sm_$architecture)"
   quietly cuda-configure cmake --preset cuda "-DMOESTRO_CUDA_ARCHITECTURES=$architecture-real" ||
     fail "CMake could not configure the build"
-  cmake --build "$build" -j "$JOBS" --target moestro_tests moestro_stage_bench || fail "the build failed"
+  cmake --build "$cuda_build" -j "$JOBS" --target moestro_tests moestro_stage_bench || fail "the build failed"
   BIN=$out/bin
   mkdir -p "$BIN"
-  cp "$build/tests/moestro_tests" "$build/bench/moestro_stage_bench" "$BIN"
+  cp "$cuda_build/tests/moestro_tests" "$cuda_build/bench/moestro_stage_bench" "$BIN"
 fi
 
 failed=0
