@@ -21,10 +21,10 @@ int plan_raster(int rule) {
 }
 
 Plan plan_rows(std::int64_t k, std::int64_t cols) {
-  // The long sum hides the cooperative tile's epilogue, and its operands cost less of the L2's bandwidth; a
-  // narrow output leaves too few columns to share the rows. Measured 2026-11-29 on an H200
-  // (docs/benchmarking.md).
-  const bool cooperative = k >= 4096 || (k >= 2048 && cols <= 1024);
+  // A long sum hides the cooperative tile's epilogue, and its operands cost less of the L2's bandwidth; else
+  // ping-pong wins, the more so where its 192 columns divide the output's. Fitted to
+  // bench/results/hopper_kernels.jsonl.
+  const bool cooperative = k >= 4096 || (k >= 2048 && cols % 192 != 0);
   const RowsTile rule = cooperative ? RowsTile::kCooperative256 : RowsTile::kPingPong192;
   const int tile = forced_tile;
   return {tile >= 0 && tile < kNumRowsTiles ? static_cast<RowsTile>(tile) : rule, plan_raster(8)};
