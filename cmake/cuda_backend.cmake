@@ -54,8 +54,8 @@ function(moestro_add_cuda_backend target)
     moestro_add_cuda_part(${target} moestro_cuda_hopper "90a-real" ${hopper})
     # Spills and serialized wgmma fail the build.
     target_compile_options(moestro_cuda_hopper PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v>)
-    set_target_properties(moestro_cuda_hopper PROPERTIES
-      CUDA_COMPILER_LAUNCHER "${PROJECT_SOURCE_DIR}/cmake/check_ptxas.sh;${CMAKE_CUDA_COMPILER_LAUNCHER}")
+    set(launcher ${PROJECT_SOURCE_DIR}/cmake/check_ptxas.sh ${CMAKE_CUDA_COMPILER_LAUNCHER})
+    set_target_properties(moestro_cuda_hopper PROPERTIES CUDA_COMPILER_LAUNCHER "${launcher}")
   endif()
 
   target_compile_definitions(${target} PRIVATE MOESTRO_WITH_CUDA=1)
