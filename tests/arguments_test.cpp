@@ -236,6 +236,28 @@ TEST_F(ArgumentsTest, Router) {
           {[&](Forward& a) { a.selection_bias = view({kE + 1}); }, {"selection_bias is [4]", "expected [3]"}},
           {[&](Forward& a) { a.selection_bias = view({kE}, DType::kBF16); },
            {"selection_bias is", "bf16", "f32"}},
+          {[&](Forward& a) { a.expert_scale = view({kE + 1}); }, {"expert_scale is [4]", "expected [3]"}},
+          {[&](Forward& a) { a.config.num_groups = 2; }, {"num_groups is 2", "a divisor of E = 3"}},
+          {[&](Forward& a) { a.config.num_groups = 0; }, {"num_groups is 0", "a divisor"}},
+          {[&](Forward& a) { a.config.top_groups = 2; }, {"top_groups is 2", "1 to num_groups = 1"}},
+          {[&](Forward& a) { a.config.num_groups = 3; }, {"E / num_groups is 1", "at least 2"}},
+          {[&](Forward& a) {
+             a.config.num_groups = 3;
+             a.config.group_merit = GroupMerit::kMax;
+           },
+           {"K is 2", "expected 1 to 1 (the experts in 1 groups)"}},
+          {[&](Forward& a) { a.config.epsilon = -1; }, {"epsilon is -1", "at least 0"}},
+          {[&](Forward& a) { a.config.scale = NAN; }, {"scale is", "finite"}},
+          {[&](Forward& a) { a.config.clip = -2; }, {"clip is -2", "above 0"}},
+          {[&](Forward& a) { a.config.top_p = 0; }, {"top_p is 0", "above 0 and at most 1"}},
+          {[&](Forward& a) {
+             a.config.top_p = 0.5F;
+             a.config.score = RouterScore::kSigmoid;
+           },
+           {"score is 'sigmoid'", "'softmax' with top_p"}},
+          {[&](Forward& a) { a.config.score = RouterScore::kIdentity; },
+           {"weight_kind is 'scores'", "'softmax' or 'sigmoid'"}},
+          {[&](Forward& a) { a.token_offsets = integers({kT + 1}); }, {"expert_ids"}},
       });
   using Backward = RouterBackwardArgs;
   Backward backward;

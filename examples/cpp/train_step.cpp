@@ -76,7 +76,7 @@ class Layer {
     workspace_ = std::make_unique<Buffer>(std::max(bytes_.forward_workspace, bytes_.backward_workspace));
     context_.workspace = workspace_->memory.get();
     context_.workspace_bytes = workspace_->bytes;
-    router_.renormalize = true;
+    router_.weight_kind = moestro::WeightKind::kRenormalized;
   }
 
   /// y [T, d] of x [T, d]. Choices, weights and what backward needs stay in this object.

@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <string>
 
 #include "bridge.hpp"
@@ -17,44 +18,78 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-RouterConfig router_config(const char* op, std::string_view score, bool renormalize, double epsilon,
-                           double scale) {
+/// Everything of a router but its tensors, in the order of the operators' schema.
+#define MOESTRO_ROUTER_PARAMETERS                                                                  \
+  std::string_view score, std::string_view weight_kind, double epsilon, double scale, double clip, \
+      double top_p, std::int64_t num_groups, std::int64_t top_groups, std::string_view group_merit
+#define MOESTRO_ROUTER_ARGUMENTS \
+  score, weight_kind, epsilon, scale, clip, top_p, num_groups, top_groups, group_merit
+
+RouterConfig router_config(const char* op, MOESTRO_ROUTER_PARAMETERS) {
   RouterConfig config;
-  TORCH_CHECK_VALUE(score == "softmax" || score == "sigmoid", op, ": score is '", score,
-                    "', expected 'softmax' or 'sigmoid'");
-  config.score = score == "softmax" ? RouterScore::kSoftmax : RouterScore::kSigmoid;
-  config.renormalize = renormalize;
+  config.score = parse<RouterScore>(score, op, "score");
+  config.weight_kind = parse<WeightKind>(weight_kind, op, "weight_kind");
   config.epsilon = static_cast<float>(epsilon);
   config.scale = static_cast<float>(scale);
+  config.clip = static_cast<float>(clip);
+  config.top_p = static_cast<float>(top_p);
+  config.num_groups = static_cast<int>(num_groups);
+  config.top_groups = static_cast<int>(top_groups);
+  config.group_merit = parse<GroupMerit>(group_merit, op, "group_merit");
   return config;
 }
 
-/// Weights and ids, in the order of torch.topk.
+at::ScalarType weight_type(const Tensor& logits) {
+  return logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+OptionalTensor contiguous_as(const OptionalTensor& tensor, at::ScalarType type) {
+  return tensor ? OptionalTensor(tensor->to(type).contiguous()) : std::nullopt;
+}
+
+/// Weights and ids, in the order of torch.topk. With `given_ids` [T, K] (or [S], with token_offsets) only the
+/// weights are computed; the ids come back as they were.
 std::tuple<Tensor, Tensor> route(const Tensor& logits, std::int64_t k, const OptionalTensor& selection_bias,
-                                 std::string_view score, bool renormalize, double epsilon, double scale) {
-  const char* op = "route";
+                                 const OptionalTensor& expert_scale, const OptionalTensor& given_ids,
+                                 const OptionalTensor& token_offsets, MOESTRO_ROUTER_PARAMETERS) {
+  const char* op = given_ids ? "route_weights" : "route";
   check_rank(logits, 2, op, "logits", "[T, E]");
-  TORCH_CHECK_VALUE(k >= 1 && k <= logits.size(1), op, ": k is ", k, ", expected 1 to ", logits.size(1),
-                    " (the number of experts)");
+  TORCH_CHECK_VALUE(given_ids || (k >= 1 && k <= logits.size(1)), op, ": k is ", k, ", expected 1 to ",
+                    logits.size(1), " (the number of experts)");
+  TORCH_CHECK_VALUE(given_ids || !token_offsets, op, ": token_offsets is given, expected expert_ids too");
   if (selection_bias) check_device(*selection_bias, logits, op, "selection_bias", "logits");
+  if (expert_scale) check_device(*expert_scale, logits, op, "expert_scale", "logits");
+  if (token_offsets) check_device(*token_offsets, logits, op, "token_offsets", "logits");
+  if (given_ids) {
+    check_device(*given_ids, logits, op, "expert_ids", "logits");
+    check_rank(*given_ids, token_offsets ? 1 : 2, op, "expert_ids",
+               token_offsets ? "[S] (with token_offsets)" : "[T, K]");
+  }
   const c10::OptionalDeviceGuard guard(logits.device());
   const Tensor rows = with_unit_inner_stride(logits);
-  const bool is_double = logits.scalar_type() == at::kDouble;
-  const Tensor expert_ids = at::empty({logits.size(0), k}, logits.options().dtype(at::kInt));
-  const Tensor weights =
-      at::empty({logits.size(0), k}, logits.options().dtype(is_double ? at::kDouble : at::kFloat));
+  const Tensor expert_ids = given_ids ? integer_tensor(*given_ids, op, "expert_ids").to(at::kInt)
+                                      : at::empty({logits.size(0), k}, logits.options().dtype(at::kInt));
+  const Tensor weights = at::empty(expert_ids.sizes(), logits.options().dtype(weight_type(logits)));
+  const OptionalTensor scales = contiguous_as(expert_scale, weight_type(logits));
+  const OptionalTensor offsets = contiguous_as(token_offsets, at::kInt);
   RouterForwardArgs args;
   args.logits = view(rows, op, "logits");
   args.selection_bias = view(selection_bias, op, "selection_bias");
-  args.config = router_config(op, score, renormalize, epsilon, scale);
+  args.config = router_config(op, MOESTRO_ROUTER_ARGUMENTS);
   args.expert_ids = view(expert_ids, op, "expert_ids");
   args.weights = view(weights, op, "weights");
+  args.expert_scale = view(scales, op, "expert_scale");
+  args.ids_given = given_ids.has_value();
+  args.token_offsets = view(offsets, op, "token_offsets");
   check(router_forward(args, context_for(logits.device())));
-  return {weights, expert_ids};
+  // An operator must not return its own argument.
+  return {weights, given_ids ? expert_ids.clone() : expert_ids};
 }
 
-Tensor route_backward(const Tensor& d_weights, const Tensor& logits, const Tensor& expert_ids,
-                      std::string_view score, bool renormalize, double epsilon, double scale) {
+/// d_logits and, undefined without expert_scale, its gradient.
+std::tuple<Tensor, Tensor> route_backward(const Tensor& d_weights, const Tensor& logits,
+                                          const Tensor& expert_ids, const OptionalTensor& expert_scale,
+                                          const OptionalTensor& token_offsets, MOESTRO_ROUTER_PARAMETERS) {
   const char* op = "route_backward";
   check_device(d_weights, logits, op, "d_weights", "logits");
   check_device(expert_ids, logits, op, "expert_ids", "logits");
@@ -63,14 +98,24 @@ Tensor route_backward(const Tensor& d_weights, const Tensor& logits, const Tenso
   const Tensor d_weights_rows = d_weights.contiguous();
   const Tensor ids = expert_ids.contiguous();
   const Tensor d_logits = at::empty(logits.sizes(), logits.options());
+  const OptionalTensor scales = contiguous_as(expert_scale, weight_type(logits));
+  const OptionalTensor offsets = contiguous_as(token_offsets, at::kInt);
+  Tensor d_scale_parts = at::empty({0}, logits.options().dtype(weight_type(logits)));
   RouterBackwardArgs args;
+  if (expert_scale) {
+    const std::int64_t parts = std::max<std::int64_t>(1, std::min<std::int64_t>(logits.size(0) / 16, 1024));
+    d_scale_parts = at::empty({parts, logits.size(1)}, d_scale_parts.options());
+    args.d_expert_scale = view(d_scale_parts, op, "d_expert_scale");
+  }
   args.logits = view(rows, op, "logits");
   args.expert_ids = view(ids, op, "expert_ids");
   args.d_weights = view(d_weights_rows, op, "d_weights");
-  args.config = router_config(op, score, renormalize, epsilon, scale);
+  args.config = router_config(op, MOESTRO_ROUTER_ARGUMENTS);
   args.d_logits = view(d_logits, op, "d_logits");
+  args.expert_scale = view(scales, op, "expert_scale");
+  args.token_offsets = view(offsets, op, "token_offsets");
   check(router_backward(args, context_for(logits.device())));
-  return d_logits;
+  return {d_logits, expert_scale ? d_scale_parts.sum(0).to(expert_scale->scalar_type()) : d_scale_parts};
 }
 
 const auto& route_operator() {
@@ -91,64 +136,90 @@ using torch::autograd::variable_list;
 class RouteFunction : public torch::autograd::Function<RouteFunction> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, std::int64_t k,
-                               const OptionalTensor& selection_bias, std::string_view score, bool renormalize,
-                               double epsilon, double scale) {
+                               const OptionalTensor& selection_bias, const OptionalTensor& expert_scale,
+                               const OptionalTensor& given_ids, const OptionalTensor& token_offsets,
+                               MOESTRO_ROUTER_PARAMETERS) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    auto [weights, expert_ids] =
-        route_operator().call(logits, k, selection_bias, score, renormalize, epsilon, scale);
-    ctx->save_for_backward({logits, expert_ids});
+    auto [weights, expert_ids] = route_operator().call(logits, k, selection_bias, expert_scale, given_ids,
+                                                       token_offsets, MOESTRO_ROUTER_ARGUMENTS);
+    ctx->save_for_backward(
+        {logits, expert_ids, expert_scale.value_or(Tensor()), token_offsets.value_or(Tensor())});
     ctx->mark_non_differentiable({expert_ids});
     ctx->saved_data["score"] = std::string(score);
-    ctx->saved_data["renormalize"] = renormalize;
+    ctx->saved_data["weight_kind"] = std::string(weight_kind);
     ctx->saved_data["epsilon"] = epsilon;
     ctx->saved_data["scale"] = scale;
+    ctx->saved_data["clip"] = clip;
+    // Where the edges of the optional tensors are: those that were given, in the order of the arguments.
+    ctx->saved_data["scale_edge"] = static_cast<std::int64_t>(selection_bias ? 2 : 1);
     return {weights, expert_ids};
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list d_outputs) {
     const variable_list saved = ctx->get_saved_variables();
-    variable_list result(7);
-    result[0] = route_backward_operator().call(
-        d_outputs[0], saved[0], saved[1], ctx->saved_data["score"].toStringView(),
-        ctx->saved_data["renormalize"].toBool(), ctx->saved_data["epsilon"].toDouble(),
-        ctx->saved_data["scale"].toDouble());
+    const auto optional = [](const Tensor& tensor) {
+      return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+    };
+    const bool scale_wanted =
+        saved[2].defined() &&
+        ctx->needs_input_grad(static_cast<std::size_t>(ctx->saved_data["scale_edge"].toInt()));
+    // Top-p and groups concern the choice, which is made.
+    auto [d_logits, d_expert_scale] = route_backward_operator().call(
+        d_outputs[0], saved[0], saved[1], optional(saved[2]), optional(saved[3]),
+        ctx->saved_data["score"].toStringView(), ctx->saved_data["weight_kind"].toStringView(),
+        ctx->saved_data["epsilon"].toDouble(), ctx->saved_data["scale"].toDouble(),
+        ctx->saved_data["clip"].toDouble(), 1.0, 1, 1, "top2");
+    variable_list result(15);
+    result[0] = d_logits;
+    if (scale_wanted) result[3] = d_expert_scale;
     return result;
   }
 };
 
 std::tuple<Tensor, Tensor> route_autograd(const Tensor& logits, std::int64_t k,
-                                          const OptionalTensor& selection_bias, std::string_view score,
-                                          bool renormalize, double epsilon, double scale) {
-  if (c10::GradMode::is_enabled() && logits.requires_grad()) {
-    variable_list outputs =
-        RouteFunction::apply(logits, k, selection_bias, score, renormalize, epsilon, scale);
+                                          const OptionalTensor& selection_bias,
+                                          const OptionalTensor& expert_scale, const OptionalTensor& given_ids,
+                                          const OptionalTensor& token_offsets, MOESTRO_ROUTER_PARAMETERS) {
+  const bool wanted = logits.requires_grad() || (expert_scale && expert_scale->requires_grad());
+  if (c10::GradMode::is_enabled() && wanted) {
+    variable_list outputs = RouteFunction::apply(logits, k, selection_bias, expert_scale, given_ids,
+                                                 token_offsets, MOESTRO_ROUTER_ARGUMENTS);
     return {std::move(outputs[0]), std::move(outputs[1])};
   }
   const at::AutoDispatchBelowADInplaceOrView below;
-  return route_operator().call(logits, k, selection_bias, score, renormalize, epsilon, scale);
+  return route_operator().call(logits, k, selection_bias, expert_scale, given_ids, token_offsets,
+                               MOESTRO_ROUTER_ARGUMENTS);
 }
 
 /// As for the experts: the first-order gradient comes out, going back through it is an error.
 class RouteBackwardFunction : public torch::autograd::Function<RouteBackwardFunction> {
  public:
-  static Tensor forward(AutogradContext* /*ctx*/, const Tensor& d_weights, const Tensor& logits,
-                        const Tensor& expert_ids, std::string_view score, bool renormalize, double epsilon,
-                        double scale) {
+  static variable_list forward(AutogradContext* /*ctx*/, const Tensor& d_weights, const Tensor& logits,
+                               const Tensor& expert_ids, const OptionalTensor& expert_scale,
+                               const OptionalTensor& token_offsets, MOESTRO_ROUTER_PARAMETERS) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    return route_backward_operator().call(d_weights, logits, expert_ids, score, renormalize, epsilon, scale);
+    auto [d_logits, d_scale] = route_backward_operator().call(d_weights, logits, expert_ids, expert_scale,
+                                                              token_offsets, MOESTRO_ROUTER_ARGUMENTS);
+    return {d_logits, d_scale};
   }
   static variable_list backward(AutogradContext* /*ctx*/, const variable_list& /*d_outputs*/) {
     no_second_derivative("route");
   }
 };
 
-Tensor route_backward_autograd(const Tensor& d_weights, const Tensor& logits, const Tensor& expert_ids,
-                               std::string_view score, bool renormalize, double epsilon, double scale) {
+std::tuple<Tensor, Tensor> route_backward_autograd(const Tensor& d_weights, const Tensor& logits,
+                                                   const Tensor& expert_ids,
+                                                   const OptionalTensor& expert_scale,
+                                                   const OptionalTensor& token_offsets,
+                                                   MOESTRO_ROUTER_PARAMETERS) {
   if (c10::GradMode::is_enabled()) {
-    return RouteBackwardFunction::apply(d_weights, logits, expert_ids, score, renormalize, epsilon, scale);
+    variable_list grads = RouteBackwardFunction::apply(d_weights, logits, expert_ids, expert_scale,
+                                                       token_offsets, MOESTRO_ROUTER_ARGUMENTS);
+    return {std::move(grads[0]), std::move(grads[1])};
   }
   const at::AutoDispatchBelowADInplaceOrView below;
-  return route_backward_operator().call(d_weights, logits, expert_ids, score, renormalize, epsilon, scale);
+  return route_backward_operator().call(d_weights, logits, expert_ids, expert_scale, token_offsets,
+                                        MOESTRO_ROUTER_ARGUMENTS);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch(const Tensor& expert_ids, std::int64_t num_experts,
@@ -338,12 +409,16 @@ std::string backends() {
 }  // namespace
 
 TORCH_LIBRARY(moestro, library) {
+#define MOESTRO_ROUTER_SCHEMA                                                           \
+  "str score='softmax', str weight_kind='scores', float epsilon=0.0, float scale=1.0, " \
+  "float clip=0.0, float top_p=1.0, int num_groups=1, int top_groups=1, str group_merit='top2'"
   library.def(
-      "route(Tensor logits, int k, Tensor? selection_bias=None, *, str score='softmax', "
-      "bool renormalize=False, float epsilon=0.0, float scale=1.0) -> (Tensor, Tensor)");
+      "route(Tensor logits, int k, Tensor? selection_bias=None, Tensor? expert_scale=None, "
+      "Tensor? given_ids=None, Tensor? token_offsets=None, *, " MOESTRO_ROUTER_SCHEMA
+      ") -> (Tensor, Tensor)");
   library.def(
-      "route_backward(Tensor d_weights, Tensor logits, Tensor expert_ids, *, str score='softmax', "
-      "bool renormalize=False, float epsilon=0.0, float scale=1.0) -> Tensor");
+      "route_backward(Tensor d_weights, Tensor logits, Tensor expert_ids, Tensor? expert_scale=None, "
+      "Tensor? token_offsets=None, *, " MOESTRO_ROUTER_SCHEMA ") -> (Tensor, Tensor)");
   library.def(
       "dispatch(Tensor expert_ids, int num_experts, *, Tensor? token_offsets=None, str builder='auto') -> "
       "(Tensor, Tensor, Tensor, Tensor)");

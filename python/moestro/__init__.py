@@ -5,6 +5,7 @@ from moestro import _library
 BUILD = _library.load()
 
 from moestro import _fake  # noqa: E402, F401  (registers shapes for torch.compile)
+from moestro.balance import expert_counts, load_balance_loss, z_loss  # noqa: E402
 from moestro.functional import (  # noqa: E402
     DispatchIndex,
     LayerBytes,
@@ -15,14 +16,7 @@ from moestro.functional import (  # noqa: E402
     layer_bytes,
 )
 from moestro.module import Experts, MoE, Router, SharedExpert, expert_layout  # noqa: E402
-from moestro.router import (  # noqa: E402
-    Routing,
-    expert_counts,
-    load_balance_loss,
-    route,
-    route_weights,
-    z_loss,
-)
+from moestro.router import Routing, route, route_weights, router_scores  # noqa: E402
 
 __version__ = BUILD["version"]
 
@@ -45,5 +39,6 @@ __all__ = [
     "load_balance_loss",
     "route",
     "route_weights",
+    "router_scores",
     "z_loss",
 ]

@@ -131,8 +131,16 @@ def _experts_backward(
 
 
 @torch.library.register_fake("moestro::route")
-def _route(logits: Tensor, k: int, selection_bias: Tensor | None = None, **_options) -> tuple[Tensor, Tensor]:
-    shape = (logits.shape[0], k)
+def _route(
+    logits: Tensor,
+    k: int,
+    selection_bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
+    given_ids: Tensor | None = None,
+    token_offsets: Tensor | None = None,
+    **_options,
+) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], k) if given_ids is None else given_ids.shape
     return (
         logits.new_empty(shape, dtype=_accumulation_dtype(logits.dtype)),
         logits.new_empty(shape, dtype=torch.int32),
@@ -140,8 +148,19 @@ def _route(logits: Tensor, k: int, selection_bias: Tensor | None = None, **_opti
 
 
 @torch.library.register_fake("moestro::route_backward")
-def _route_backward(d_weights: Tensor, logits: Tensor, expert_ids: Tensor, **_options) -> Tensor:
-    return logits.new_empty(logits.shape)
+def _route_backward(
+    d_weights: Tensor,
+    logits: Tensor,
+    expert_ids: Tensor,
+    expert_scale: Tensor | None = None,
+    token_offsets: Tensor | None = None,
+    **_options,
+) -> tuple[Tensor, Tensor]:
+    if expert_scale is None:
+        d_scale = logits.new_empty((0,), dtype=_accumulation_dtype(logits.dtype))
+    else:
+        d_scale = expert_scale.new_empty(expert_scale.shape)
+    return logits.new_empty(logits.shape), d_scale
 
 
 @torch.library.register_fake("moestro::dispatch")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moestro import functional
-from moestro.router import SCORES, Routing, route, route_weights
+from moestro.router import GROUP_MERITS, SCORES, WEIGHT_KINDS, Routing, route, route_weights
 
 
 def _check_choice(owner: str, name: str, choice: str, choices: tuple[str, ...]) -> None:
@@ -73,13 +73,16 @@ class Router(nn.Module):
         *,
         bias: bool = False,
         score: str = "softmax",
-        renormalize: bool = True,
+        weight_kind: str = "renormalized",
         epsilon: float = 0.0,
         scale: float = 1.0,
+        clip: float = 0.0,
+        top_p: float = 1.0,
         selection_bias: bool = False,
+        expert_scale: bool = False,
         num_groups: int = 1,
         top_groups: int = 1,
-        group_score: str = "top2",
+        group_merit: str = "top2",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -88,25 +91,62 @@ class Router(nn.Module):
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"Router: top_k is {top_k}, expected 1 to {num_experts} (num_experts)")
         _check_choice("Router", "score", score, SCORES)
-        if top_k == 1 and renormalize and epsilon == 0.0:
+        _check_choice("Router", "weight_kind", weight_kind, WEIGHT_KINDS)
+        _check_choice("Router", "group_merit", group_merit, GROUP_MERITS)
+        if score == "identity" and weight_kind not in ("softmax", "sigmoid"):
+            raise ValueError(
+                f"Router: weight_kind is {weight_kind!r}, expected 'softmax' or 'sigmoid' for score 'identity'"
+            )
+        if num_groups < 1 or num_experts % num_groups != 0:
+            raise ValueError(
+                f"Router: num_groups is {num_groups}, expected a divisor of {num_experts} (num_experts)"
+            )
+        if not 1 <= top_groups <= num_groups:
+            raise ValueError(f"Router: top_groups is {top_groups}, expected 1 to {num_groups} (num_groups)")
+        if group_merit == "top2" and top_groups < num_groups and num_experts // num_groups < 2:
+            raise ValueError(
+                f"Router: num_groups is {num_groups}, expected groups of at least 2 experts for group_merit 'top2'"
+            )
+        available = num_experts // num_groups * top_groups
+        if top_k > available:
+            raise ValueError(
+                f"Router: top_k is {top_k}, expected at most {available} (the experts in {top_groups} groups)"
+            )
+        if not 0 <= epsilon < math.inf:
+            raise ValueError(f"Router: epsilon is {epsilon}, expected at least 0")
+        if not math.isfinite(scale):
+            raise ValueError(f"Router: scale is {scale}, expected a finite number")
+        if not 0 <= clip < math.inf:
+            raise ValueError(f"Router: clip is {clip}, expected a limit above 0, or 0 for none")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"Router: top_p is {top_p}, expected above 0 and at most 1")
+        if top_p < 1 and score != "softmax":
+            raise ValueError(f"Router: score is {score!r}, expected 'softmax' with top_p below 1")
+        if top_k == 1 and (weight_kind == "softmax" or (weight_kind == "renormalized" and epsilon == 0.0)):
             warnings.warn(
-                "Router: with top_k=1 and renormalize=True every weight is the constant `scale`, so the main "
-                "loss gives the router no gradient; pass renormalize=False to train it",
+                f"Router: with top_k=1 and weight_kind={weight_kind!r} every weight is the constant `scale`, so "
+                "the main loss gives the router no gradient; pass weight_kind='scores' to train it",
                 stacklevel=3,
             )
         self.d_model = d_model
         self.num_experts = num_experts
         self.top_k = top_k
         self.score = score
-        self.renormalize = renormalize
+        self.weight_kind = weight_kind
         self.epsilon = epsilon
         self.scale = scale
+        self.clip = clip
+        self.top_p = top_p
         self.num_groups = num_groups
         self.top_groups = top_groups
-        self.group_score = group_score
+        self.group_merit = group_merit
         self.weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
+        )
+        self.register_parameter(
+            "expert_scale",
+            nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if expert_scale else None,
         )
         self.register_buffer(
             "selection_bias",
@@ -116,12 +156,14 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Uniform within 1/sqrt(d), as torch's linears; biases 0."""
+        """Uniform within 1/sqrt(d), as torch's linears; biases 0, expert_scale 1."""
         bound = 1 / math.sqrt(self.d_model)
         self.weight.uniform_(-bound, bound)
         for bias in (self.bias, self.selection_bias):
             if bias is not None:
                 bias.zero_()
+        if self.expert_scale is not None:
+            self.expert_scale.fill_(1)
 
     def logits(self, x: Tensor) -> Tensor:
         real = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -135,24 +177,29 @@ class Router(nn.Module):
     def forward(self, x: Tensor, expert_ids: Tensor | None = None) -> Routing:
         """With `expert_ids` [T, K] given (replay, hash routing) only the weights come from the logits."""
         logits = self.logits(x)
-        weighting: dict[str, Any] = {
-            "score": self.score,
-            "renormalize": self.renormalize,
-            "epsilon": self.epsilon,
-            "scale": self.scale,
-        }
         if expert_ids is not None:
-            return Routing(logits, expert_ids, route_weights(logits, expert_ids, **weighting))
+            return Routing(logits, expert_ids, route_weights(logits, expert_ids, **self._weighting()))
         expert_ids, weights = route(
             logits,
             self.top_k,
-            **weighting,
+            **self._weighting(),
+            top_p=self.top_p,
             selection_bias=self.selection_bias,
             num_groups=self.num_groups,
             top_groups=self.top_groups,
-            group_score=self.group_score,
+            group_merit=self.group_merit,
         )
         return Routing(logits, expert_ids, weights)
+
+    def _weighting(self) -> dict[str, Any]:
+        return {
+            "score": self.score,
+            "weight_kind": self.weight_kind,
+            "epsilon": self.epsilon,
+            "scale": self.scale,
+            "clip": self.clip,
+            "expert_scale": self.expert_scale,
+        }
 
     @torch.no_grad()
     def update_selection_bias(self, counts: Tensor, rate: float = 1e-3) -> None:
@@ -179,9 +226,9 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"d_model={self.d_model}, num_experts={self.num_experts}, top_k={self.top_k}, score={self.score!r}, "
-            f"renormalize={self.renormalize}, bias={self.bias is not None}, "
+            f"weight_kind={self.weight_kind!r}, bias={self.bias is not None}, "
             f"selection_bias={self.selection_bias is not None}"
-        ) + _changed(self, epsilon=0.0, scale=1.0, num_groups=1, top_groups=1)
+        ) + _changed(self, epsilon=0.0, scale=1.0, clip=0.0, top_p=1.0, num_groups=1, top_groups=1)
 
 
 def expert_layout(
@@ -384,7 +431,8 @@ class MoE(nn.Module):
             and limits hold for the shared expert too.
         bias: the experts have biases, the shared one too.
         router_bias: the logits have one.
-        score, renormalize, epsilon, scale, num_groups, top_groups, group_score: as in `moestro.route`.
+        score, weight_kind, epsilon, scale, clip, top_p, num_groups, top_groups, group_merit: as in
+            `moestro.route`. expert_scale: each expert has a learned factor of its weights.
         selection_bias: balance without an auxiliary loss, see `Router.update_selection_bias`.
         shared_d_ff: width of the shared expert; `shared_gate` scales it by a sigmoid.
         transposed: see `Experts`.
@@ -408,13 +456,16 @@ class MoE(nn.Module):
         bias: bool = False,
         router_bias: bool = False,
         score: str = "softmax",
-        renormalize: bool = True,
+        weight_kind: str = "renormalized",
         epsilon: float = 0.0,
         scale: float = 1.0,
+        clip: float = 0.0,
+        top_p: float = 1.0,
         selection_bias: bool = False,
+        expert_scale: bool = False,
         num_groups: int = 1,
         top_groups: int = 1,
-        group_score: str = "top2",
+        group_merit: str = "top2",
         shared_d_ff: int | None = None,
         shared_gate: bool = False,
         transposed: bool = False,
@@ -433,13 +484,16 @@ class MoE(nn.Module):
             top_k,
             bias=router_bias,
             score=score,
-            renormalize=renormalize,
+            weight_kind=weight_kind,
             epsilon=epsilon,
             scale=scale,
+            clip=clip,
+            top_p=top_p,
             selection_bias=selection_bias,
+            expert_scale=expert_scale,
             num_groups=num_groups,
             top_groups=top_groups,
-            group_score=group_score,
+            group_merit=group_merit,
             **factory,
         )
         self.experts = Experts(

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "moestro/config.hpp"
+#include "moestro/router.hpp"
 
 namespace moestro {
 namespace {
@@ -44,6 +45,23 @@ constexpr Name<DType> kDTypeNames[] = {
     {DType::kF16, "f16"}, {DType::kI32, "i32"}, {DType::kI64, "i64"},
 };
 
+constexpr Name<RouterScore> kRouterScoreNames[] = {
+    {RouterScore::kSoftmax, "softmax"},
+    {RouterScore::kSigmoid, "sigmoid"},
+    {RouterScore::kSqrtSoftplus, "sqrt_softplus"},
+    {RouterScore::kIdentity, "identity"},
+};
+constexpr Name<WeightKind> kWeightKindNames[] = {
+    {WeightKind::kScores, "scores"},
+    {WeightKind::kRenormalized, "renormalized"},
+    {WeightKind::kSoftmax, "softmax"},
+    {WeightKind::kSigmoid, "sigmoid"},
+};
+constexpr Name<GroupMerit> kGroupMeritNames[] = {
+    {GroupMerit::kMax, "max"},
+    {GroupMerit::kTopTwo, "top2"},
+};
+
 template <typename Enum, std::size_t kCount>
 const char* name_in(const Name<Enum> (&names)[kCount], Enum value) {
   for (const Name<Enum>& name : names) {
@@ -77,6 +95,15 @@ const char* name_of(SavePolicy policy) {
 const char* name_of(WeightPosition position) {
   return name_in(kWeightPositionNames, position);
 }
+const char* name_of(RouterScore score) {
+  return name_in(kRouterScoreNames, score);
+}
+const char* name_of(WeightKind kind) {
+  return name_in(kWeightKindNames, kind);
+}
+const char* name_of(GroupMerit merit) {
+  return name_in(kGroupMeritNames, merit);
+}
 
 bool parse_name(const char* name, ActivationKind* value) {
   return parse_in(kActivationNames, name, value);
@@ -89,6 +116,15 @@ bool parse_name(const char* name, SavePolicy* value) {
 }
 bool parse_name(const char* name, WeightPosition* value) {
   return parse_in(kWeightPositionNames, name, value);
+}
+bool parse_name(const char* name, RouterScore* value) {
+  return parse_in(kRouterScoreNames, name, value);
+}
+bool parse_name(const char* name, WeightKind* value) {
+  return parse_in(kWeightKindNames, name, value);
+}
+bool parse_name(const char* name, GroupMerit* value) {
+  return parse_in(kGroupMeritNames, name, value);
 }
 bool parse_name(const char* name, DType* value) {
   return parse_in(kDTypeNames, name, value);

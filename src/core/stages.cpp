@@ -1,6 +1,8 @@
 /// The stages' public entry points: check every argument, then hand over to the context's backend.
 /// Extents are taken from the argument that defines them (x: T and d, w_up: E and W, …); all others
 /// must agree.
+#include <cmath>
+
 #include "core/check.hpp"
 #include "moestro/backend.hpp"
 
@@ -66,31 +68,119 @@ Status check_token_offsets(const char* function, TensorView* view, std::int64_t 
                       Strides::kRows);
 }
 
+struct RouterExtents {
+  std::int64_t num_tokens, num_experts, top_k;
+  DType real;
+};
+
+/// What both directions of the router take.
+Status check_router_tensors(const char* function, TensorView* logits, TensorView* expert_ids,
+                            TensorView* token_offsets, TensorView* expert_scale, Access ids_access,
+                            RouterExtents* extents) {
+  MOESTRO_RETURN_IF_ERROR(check_floating(function, "logits", *logits, 2));
+  extents->num_tokens = logits->extent[0];
+  extents->num_experts = logits->extent[1];
+  extents->real = accumulation_dtype(logits->dtype);
+  MOESTRO_RETURN_IF_ERROR(check_tensor(function, "logits", logits, logits->dtype,
+                                       {extents->num_tokens, extents->num_experts}, "[T, E]",
+                                       Strides::kRows));
+  MOESTRO_RETURN_IF_ERROR(check_token_offsets(function, token_offsets, extents->num_tokens));
+  MOESTRO_RETURN_IF_ERROR(check_slots(function, "expert_ids", expert_ids, DType::kI32, *token_offsets,
+                                      extents->num_tokens, ids_access));
+  extents->top_k = expert_ids->rank == 2 ? expert_ids->extent[1] : 0;
+  if (expert_scale->present()) {
+    MOESTRO_RETURN_IF_ERROR(check_tensor(function, "expert_scale", expert_scale, extents->real,
+                                         {extents->num_experts}, "[E]", Strides::kRows));
+  }
+  return {};
+}
+
+Status check_same_slots(const char* function, const char* name, const TensorView& slots,
+                        const TensorView& expert_ids) {
+  const int last = expert_ids.rank - 1;
+  if (slots.extent[last] == expert_ids.extent[last]) return {};
+  return last == 0 ? Status::error(StatusCode::kInvalidArgument, "%s: %s is [%lld], expected [%lld]",
+                                   function, name, static_cast<long long>(slots.extent[0]),
+                                   static_cast<long long>(expert_ids.extent[0]))
+                   : Status::error(StatusCode::kInvalidArgument,
+                                   "%s: %s is [%lld, %lld], expected [%lld, %lld] ([T, K] of expert_ids)",
+                                   function, name, static_cast<long long>(slots.extent[0]),
+                                   static_cast<long long>(slots.extent[1]),
+                                   static_cast<long long>(expert_ids.extent[0]),
+                                   static_cast<long long>(expert_ids.extent[1]));
+}
+
+/// `top_k`: how many are chosen; 0 where the choice is given and only the weights are computed.
+Status check_router_config(const char* function, const RouterConfig& config, const RouterExtents& extents,
+                           std::int64_t top_k) {
+  const auto number = [&](const char* name, float value, const char* expected) {
+    return Status::error(StatusCode::kInvalidArgument, "%s: %s is %g, expected %s", function, name,
+                         static_cast<double>(value), expected);
+  };
+  const auto count = [&](const char* name, std::int64_t value, const char* expected, std::int64_t bound) {
+    return Status::error(StatusCode::kInvalidArgument, "%s: %s is %lld, expected %s %lld", function, name,
+                         static_cast<long long>(value), expected, static_cast<long long>(bound));
+  };
+  if (config.score == RouterScore::kIdentity && config.weight_kind != WeightKind::kSoftmax &&
+      config.weight_kind != WeightKind::kSigmoid) {
+    return Status::error(StatusCode::kInvalidArgument,
+                         "%s: weight_kind is '%s', expected 'softmax' or 'sigmoid' for score 'identity'",
+                         function, name_of(config.weight_kind));
+  }
+  if (!(config.epsilon >= 0)) return number("epsilon", config.epsilon, "a number of at least 0");
+  if (!std::isfinite(config.scale)) return number("scale", config.scale, "a finite number");
+  if (!(config.clip >= 0)) return number("clip", config.clip, "a limit above 0, or 0 for none");
+  if (!(config.top_p > 0 && config.top_p <= 1)) return number("top_p", config.top_p, "above 0 and at most 1");
+  if (config.top_p < 1 && config.score != RouterScore::kSoftmax) {
+    return Status::error(StatusCode::kInvalidArgument,
+                         "%s: score is '%s', expected 'softmax' with top_p below 1", function,
+                         name_of(config.score));
+  }
+  if (top_k == 0) return {};
+  if (config.num_groups < 1 || extents.num_experts % config.num_groups != 0)
+    return count("num_groups", config.num_groups, "a divisor of E =", extents.num_experts);
+  if (config.top_groups < 1 || config.top_groups > config.num_groups)
+    return count("top_groups", config.top_groups, "1 to num_groups =", config.num_groups);
+  const std::int64_t group_size = extents.num_experts / config.num_groups;
+  if (config.group_merit == GroupMerit::kTopTwo && group_size < 2 && config.top_groups < config.num_groups)
+    return count("E / num_groups", group_size,
+                 "at least 2 for group_merit 'top2', with E =", extents.num_experts);
+  const std::int64_t available = group_size * config.top_groups;
+  if (top_k > available && available < extents.num_experts) {
+    return Status::error(StatusCode::kInvalidArgument,
+                         "%s: K is %lld, expected 1 to %lld (the experts in %d groups)", function,
+                         static_cast<long long>(top_k), static_cast<long long>(available), config.top_groups);
+  }
+  if (top_k > available) return count("K", top_k, "1 to E =", available);
+  return {};
+}
+
 }  // namespace
 
 Status router_forward(const RouterForwardArgs& given, const Context& ctx) {
   constexpr const char* kName = "router_forward";
   RouterForwardArgs args = given;
-  MOESTRO_RETURN_IF_ERROR(check_floating(kName, "logits", args.logits, 2));
-  const std::int64_t num_tokens = args.logits.extent[0];
-  const std::int64_t num_experts = args.logits.extent[1];
-  const DType real = accumulation_dtype(args.logits.dtype);
-  MOESTRO_RETURN_IF_ERROR(check_tensor(kName, "logits", &args.logits, args.logits.dtype,
-                                       {num_tokens, num_experts}, "[T, E]", Strides::kRows));
+  RouterExtents extents;
+  MOESTRO_RETURN_IF_ERROR(check_router_tensors(kName, &args.logits, &args.expert_ids, &args.token_offsets,
+                                               &args.expert_scale,
+                                               args.ids_given ? Access::kRead : Access::kWrite, &extents));
+  if (args.token_offsets.present() && !args.ids_given) {
+    return Status::error(StatusCode::kInvalidArgument, "%s: token_offsets is given, expected ids_given too",
+                         kName);
+  }
   if (args.selection_bias.present()) {
     MOESTRO_RETURN_IF_ERROR(check_tensor(kName, "selection_bias", &args.selection_bias, DType::kF32,
-                                         {num_experts}, "[E]", Strides::kRows));
+                                         {extents.num_experts}, "[E]", Strides::kRows));
   }
-  MOESTRO_RETURN_IF_ERROR(check_present(kName, "expert_ids", args.expert_ids));
-  const std::int64_t top_k = args.expert_ids.rank == 2 ? args.expert_ids.extent[1] : 0;
-  if (top_k < 1 || top_k > num_experts) {
+  if (!args.token_offsets.present() && extents.top_k < 1) {
     return Status::error(StatusCode::kInvalidArgument, "%s: K is %lld, expected 1 to E = %lld", kName,
-                         static_cast<long long>(top_k), static_cast<long long>(num_experts));
+                         static_cast<long long>(extents.top_k), static_cast<long long>(extents.num_experts));
   }
-  MOESTRO_RETURN_IF_ERROR(check_tensor(kName, "expert_ids", &args.expert_ids, DType::kI32,
-                                       {num_tokens, top_k}, "[T, K]", Strides::kRows, Access::kWrite));
-  MOESTRO_RETURN_IF_ERROR(check_tensor(kName, "weights", &args.weights, real, {num_tokens, top_k}, "[T, K]",
-                                       Strides::kRows, Access::kWrite));
+  MOESTRO_RETURN_IF_ERROR(check_slots(kName, "weights", &args.weights, extents.real, args.token_offsets,
+                                      extents.num_tokens, Access::kWrite));
+  MOESTRO_RETURN_IF_ERROR(check_same_slots(kName, "weights", args.weights, args.expert_ids));
+  MOESTRO_RETURN_IF_ERROR(
+      check_router_config(kName, args.config, extents, args.ids_given ? 0 : extents.top_k));
   const Backend* backend = nullptr;
   MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
   return backend->router_forward(args, ctx);
@@ -99,20 +189,25 @@ Status router_forward(const RouterForwardArgs& given, const Context& ctx) {
 Status router_backward(const RouterBackwardArgs& given, const Context& ctx) {
   constexpr const char* kName = "router_backward";
   RouterBackwardArgs args = given;
-  MOESTRO_RETURN_IF_ERROR(check_floating(kName, "logits", args.logits, 2));
-  const std::int64_t num_tokens = args.logits.extent[0];
-  const std::int64_t num_experts = args.logits.extent[1];
-  const DType real = accumulation_dtype(args.logits.dtype);
-  MOESTRO_RETURN_IF_ERROR(check_present(kName, "expert_ids", args.expert_ids));
-  const std::int64_t top_k = args.expert_ids.rank == 2 ? args.expert_ids.extent[1] : 0;
-  MOESTRO_RETURN_IF_ERROR(check_tensor(kName, "logits", &args.logits, args.logits.dtype,
-                                       {num_tokens, num_experts}, "[T, E]", Strides::kRows));
-  MOESTRO_RETURN_IF_ERROR(check_tensor(kName, "expert_ids", &args.expert_ids, DType::kI32,
-                                       {num_tokens, top_k}, "[T, K]", Strides::kRows));
-  MOESTRO_RETURN_IF_ERROR(
-      check_tensor(kName, "d_weights", &args.d_weights, real, {num_tokens, top_k}, "[T, K]", Strides::kRows));
+  RouterExtents extents;
+  MOESTRO_RETURN_IF_ERROR(check_router_tensors(kName, &args.logits, &args.expert_ids, &args.token_offsets,
+                                               &args.expert_scale, Access::kRead, &extents));
+  MOESTRO_RETURN_IF_ERROR(check_slots(kName, "d_weights", &args.d_weights, extents.real, args.token_offsets,
+                                      extents.num_tokens, Access::kRead));
+  MOESTRO_RETURN_IF_ERROR(check_same_slots(kName, "d_weights", args.d_weights, args.expert_ids));
   MOESTRO_RETURN_IF_ERROR(check_tensor(kName, "d_logits", &args.d_logits, args.logits.dtype,
-                                       {num_tokens, num_experts}, "[T, E]", Strides::kRows, Access::kWrite));
+                                       {extents.num_tokens, extents.num_experts}, "[T, E]", Strides::kRows,
+                                       Access::kWrite));
+  if (args.d_expert_scale.present()) {
+    MOESTRO_RETURN_IF_ERROR(check_tensor(kName, "d_expert_scale", &args.d_expert_scale, extents.real,
+                                         {args.d_expert_scale.extent[0], extents.num_experts}, "[B, E]",
+                                         Strides::kRows, Access::kWrite));
+    if (args.d_expert_scale.extent[0] < 1) {
+      return Status::error(StatusCode::kInvalidArgument, "%s: d_expert_scale has 0 rows, expected at least 1",
+                           kName);
+    }
+  }
+  MOESTRO_RETURN_IF_ERROR(check_router_config(kName, args.config, extents, 0));
   const Backend* backend = nullptr;
   MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
   return backend->router_backward(args, ctx);

@@ -2,15 +2,18 @@
 ///
 /// Forward turns logits into integer keys whose order is the choice's order: the value's bits made
 /// monotonic, then the complement of the id, so that keys never tie. Three kernels:
-///   lists  16-bit logits without a bias, up to 512 experts and 16 choices, the usual case: eight lanes a
-///          token; each lane sorts its 32-bit keys, and the lanes' lists merge pairwise
-///   heads  f32 logits or biased scores, up to 512 experts and 32 choices: a warp a token; each lane sorts
-///          its 64-bit keys, and K times the largest head is taken
+///   lists  16-bit logits, softmax or sigmoid, nothing that changes the order of the logits, up to 512
+///          experts and 16 choices, the usual case: four or eight lanes a token; each lane sorts its 32-bit
+///          keys, and the lanes' lists merge pairwise
+///   heads  anything else of up to 512 experts, 32 choices and 32 groups: a warp a token; each lane sorts
+///          its 64-bit keys, and K times the largest head is taken. Where groups are limited, lane g holds
+///          group g's merit, and the keys of the other groups' experts are cleared before the sort
 ///   scan   everything else: a warp a token reads its logits once a choice
 #include <cuda_runtime.h>
 
 #include <type_traits>
 
+#include "common/router_math.hpp"
 #include "cuda/cuda.hpp"
 #include "cuda/device.hpp"
 #include "cuda/device/numeric.cuh"
@@ -18,6 +21,8 @@
 
 namespace moestro::cuda {
 namespace {
+
+using router_math::Value;
 
 constexpr int kWarpsPerBlock = 8;
 constexpr unsigned kFullWarp = 0xffffffffU;
@@ -27,12 +32,16 @@ struct RouterForward {
   const float* selection_bias;
   std::int32_t* expert_ids;
   float* weights;
+  const float* expert_scale;
+  const std::int32_t* token_offsets;
   std::int64_t logits_stride;
   std::int64_t ids_stride;
   std::int64_t weights_stride;
   std::int64_t num_tokens;
+  std::int64_t num_slots;  // ragged only
   int num_experts;
   int top_k;
+  int group_size;
   bool vector;  // rows of logits can be read in whole vectors
   RouterConfig config;
 };
@@ -162,11 +171,102 @@ __device__ __forceinline__ void store_logits(Logit* row, int first, int num_expe
   }
 }
 
-/// One score from a logit. `largest` and `total` are the softmax's; a row of -infinity scores 0.
-__device__ __forceinline__ float score_of(RouterScore kind, float logit, float largest, float total) {
-  if (logit != logit) logit = negative_infinity();
-  if (kind == RouterScore::kSigmoid) return 1.0F / (1.0F + expf(-logit));
-  return largest == negative_infinity() ? 0.0F : expf(logit - largest) / total;
+/// The slots of token t: row t of [T, K], or a stretch of ragged lists. Wrong offsets lead to no slot
+/// outside.
+struct SlotRange {
+  std::int64_t first;
+  int count;
+};
+template <typename Params>
+__device__ __forceinline__ SlotRange slots_of(const Params& p, std::int64_t t) {
+  if (p.token_offsets == nullptr) return {0, p.top_k};
+  const std::int64_t begin =
+      min(max(static_cast<std::int64_t>(p.token_offsets[t]), std::int64_t{0}), p.num_slots);
+  const std::int64_t end = min(max(static_cast<std::int64_t>(p.token_offsets[t + 1]), begin), p.num_slots);
+  return {begin, static_cast<int>(end - begin)};
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+  return from_ordered_bits(__reduce_max_sync(kFullWarp, ordered_bits(value)));
+}
+
+/// p of a logit as it lies in memory.
+__device__ __forceinline__ float score_at(const RouterConfig& config, float logit, float largest,
+                                          float total) {
+  return router_math::score_of(config.score, router_math::sound(logit, config.clip), largest, total);
+}
+
+/// The larger and the smaller of the two best of (first, second) and (other_first, other_second).
+__device__ __forceinline__ void merge_top_two(float other_first, float other_second, float* first,
+                                              float* second) {
+  *second = fmaxf(fmaxf(*second, other_second), fminf(*first, other_first));
+  *first = fmaxf(*first, other_first);
+}
+
+/// Bit g is set where group g is among the top_groups best. `value`: (biased) scores of the lane's experts
+/// [first, first + kPerLane), -infinity past num_experts. At most 32 groups.
+template <int kPerLane>
+__device__ __forceinline__ std::uint32_t best_groups(const RouterForward& p, int first, int lane,
+                                                     const float (&value)[kPerLane]) {
+  const int num_groups = p.config.num_groups;
+  const bool top_two = p.config.group_merit == GroupMerit::kTopTwo;
+  const int lanes_per_group = p.group_size / kPerLane;
+  float merit = negative_infinity();
+  if (p.group_size % kPerLane == 0 && (lanes_per_group & (lanes_per_group - 1)) == 0) {
+    // A group is a block of 1, 2, 4 … lanes: they merge their two best among themselves.
+    float best = negative_infinity();
+    float second = negative_infinity();
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) merge_top_two(value[i], negative_infinity(), &best, &second);
+    for (int offset = 1; offset < lanes_per_group; offset *= 2) {
+      const float other_best = __shfl_xor_sync(kFullWarp, best, offset);
+      const float other_second = __shfl_xor_sync(kFullWarp, second, offset);
+      merge_top_two(other_best, other_second, &best, &second);
+    }
+    merit = __shfl_sync(kFullWarp, top_two ? best + second : best, (lane * lanes_per_group) % 32);
+  } else {
+    for (int g = 0; g < num_groups; ++g) {
+      float best = negative_infinity();
+      float second = negative_infinity();
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        const int place = first + i - g * p.group_size;
+        const bool inside = place >= 0 && place < p.group_size;
+        merge_top_two(inside ? value[i] : negative_infinity(), negative_infinity(), &best, &second);
+      }
+      const float group_best = warp_max(best);
+      float group_merit = group_best;
+      if (top_two) {
+        // The lane that owns the best (the lowest of them) offers its second.
+        const std::uint32_t owners = __ballot_sync(kFullWarp, best == group_best);
+        const bool owner = owners != 0 && lane == __ffs(static_cast<int>(owners)) - 1;
+        group_merit += warp_max(owner ? second : best);
+      }
+      if (lane == g) merit = group_merit;
+    }
+  }
+  // Rank by counting the better ones; ties go to the lower group.
+  int better = 0;
+  for (int g = 0; g < num_groups; ++g) {
+    const float other = __shfl_sync(kFullWarp, merit, g);
+    better += other > merit || (other == merit && g < lane) ? 1 : 0;
+  }
+  return __ballot_sync(kFullWarp, lane < num_groups && better < p.config.top_groups);
+}
+
+/// Weights of the choices that lanes 0 .. K-1 hold (`expert` is -1 at a sentinel or past K).
+__device__ __forceinline__ float warp_weight(const RouterForward& p, int expert, float logit, float largest,
+                                             float total) {
+  const Value kind = router_math::value_kind(p.config);
+  float largest_chosen = negative_infinity();
+  if (kind == Value::kSoftmaxChosen) largest_chosen = warp_max(expert >= 0 ? logit : negative_infinity());
+  float value = expert >= 0 ? router_math::value_of(kind, logit, largest, total, largest_chosen) : 0.0F;
+  if (router_math::normalizes(p.config)) {
+    const float divisor = warp_sum(value) + router_math::divisor_epsilon(p.config);
+    value = divisor == 0.0F ? 0.0F : value / divisor;
+  }
+  const float scale = p.expert_scale != nullptr && expert >= 0 ? p.expert_scale[expert] : 1.0F;
+  return p.config.scale * value * scale;
 }
 
 /// One step of a sorting network: the larger to a.
@@ -303,18 +403,27 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     sort_bitonic<kList>(key);
   }
 
-  // Now all lanes of a token hold the same list. Scores relative to the largest logit, in base 2.
+  // Now all lanes of a token hold the same list. Scores relative to the largest logit, in base 2; beyond
+  // 2^126 that overflows, and there the plain formula is taken.
   constexpr float kLog2E = 1.4426950408889634F;
-  const bool softmax = p.config.score == RouterScore::kSoftmax;
-  const float largest = Keys::value(key[0]);
+  const bool softmax = router_math::value_kind(p.config) != Value::kSigmoid;
+  const bool over_all = router_math::value_kind(p.config) == Value::kSoftmaxAll;
+  const bool normalizes = router_math::normalizes(p.config);
+  const float epsilon = router_math::divisor_epsilon(p.config);
+  const float largest = router_math::sound(Keys::value(key[0]), 0.0F);
   const float shift = -largest * kLog2E;
+  const bool extreme = fabsf(largest) > 0x1p126F;
+  const auto term = [&](float logit) {
+    if (extreme) return router_math::softmax_term(router_math::sound(logit, 0.0F), largest);
+    return fast_exp2(fmaf(logit, kLog2E, shift));
+  };
   float total = 1.0F;
-  if (softmax && (!p.config.renormalize || p.config.epsilon != 0.0F)) {
+  if (over_all && (!normalizes || epsilon != 0.0F)) {
     float sum = 0.0F;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const std::uint32_t bits = i % 2 == 0 ? word[i / 2] & 0xffffU : word[i / 2] >> 16;
-      sum += fast_exp2(fmaf(Keys::from_bits(bits), kLog2E, shift));
+      sum += term(Keys::from_bits(bits));
     }
 #pragma unroll
     for (int distance = 1; distance < kLanesPerToken; distance *= 2) {
@@ -336,25 +445,27 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     const bool chose = m * kLanesPerToken + lane < p.top_k;
     const float logit = Keys::value(mine[m]);
     score[m] = 0.0F;
-    if (chose && !softmax) score[m] = 1.0F / (1.0F + expf(-logit));
-    if (chose && softmax && largest != negative_infinity())
-      score[m] = fast_exp2(fmaf(logit, kLog2E, shift)) / total;
+    if (chose && !softmax) score[m] = router_math::sigmoid(logit);
+    if (chose && softmax && largest != negative_infinity()) score[m] = term(logit) / total;
     chosen_sum += score[m];
   }
   float divisor = 1.0F;
-  if (p.config.renormalize) {
+  if (normalizes) {
 #pragma unroll
     for (int distance = 1; distance < kLanesPerToken; distance *= 2) {
       chosen_sum += __shfl_xor_sync(kFullWarp, chosen_sum, distance);
     }
-    divisor = chosen_sum + p.config.epsilon;
+    divisor = chosen_sum + epsilon;
   }
 #pragma unroll
   for (int m = 0; m < kMine; ++m) {
     const int k = m * kLanesPerToken + lane;
     if (!exists || k >= p.top_k) continue;
-    p.expert_ids[t * p.ids_stride + k] = Keys::expert(mine[m]);
-    p.weights[t * p.weights_stride + k] = divisor == 0.0F ? 0.0F : p.config.scale * score[m] / divisor;
+    const int expert = Keys::expert(mine[m]);
+    const float scale = p.expert_scale != nullptr ? p.expert_scale[expert] : 1.0F;
+    p.expert_ids[t * p.ids_stride + k] = expert;
+    p.weights[t * p.weights_stride + k] =
+        divisor == 0.0F ? 0.0F : p.config.scale * (score[m] / divisor) * scale;
   }
 }
 
@@ -369,36 +480,72 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
   if (t >= p.num_tokens) return;
   const Logit* row = static_cast<const Logit*>(p.logits) + t * p.logits_stride;
   const int first = lane * kPerLane;
-  const bool softmax = p.config.score == RouterScore::kSoftmax;
+  const bool softmax_values = router_math::value_kind(p.config) == Value::kSoftmaxAll;
+  const bool limits_groups = router_math::limits_groups(p.config);
+  const bool nucleus = p.config.top_p < 1.0F;
+  const bool softmax_scores =
+      p.config.score == RouterScore::kSoftmax && (kBiased || limits_groups || nucleus);
 
   float logit[kPerLane];
   load_logits(row, first, p.num_experts, p.vector, logit);
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) logit[i] = router_math::clipped(logit[i], p.config.clip);
   float largest = 0.0F;
   float total = 1.0F;
-  Key key[kPerLane];
-  if constexpr (kBiased) {
-    if (softmax) {
-      float local = negative_infinity();
+  // Renormalised without epsilon, the total cancels.
+  const bool needs_total =
+      softmax_scores ||
+      (softmax_values && (p.config.weight_kind != WeightKind::kRenormalized || p.config.epsilon != 0.0F));
+  if (softmax_values || softmax_scores) {
+    float local = negative_infinity();
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) local = fmaxf(local, logit[i]);
-      largest = from_ordered_bits(__reduce_max_sync(kFullWarp, ordered_bits(local)));
+    for (int i = 0; i < kPerLane; ++i) {
+      if (first + i < p.num_experts) local = fmaxf(local, logit[i]);
+    }
+    largest = fminf(warp_max(local), router_math::largest_finite<float>());
+    if (needs_total) {
       float sum = 0.0F;
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) sum += logit[i] == logit[i] ? expf(logit[i] - largest) : 0.0F;
+      for (int i = 0; i < kPerLane; ++i) {
+        if (first + i < p.num_experts)
+          sum += router_math::softmax_term(fminf(logit[i], router_math::largest_finite<float>()), largest);
+      }
       total = warp_sum(sum);
     }
+  }
+
+  Key key[kPerLane];
+  std::uint32_t groups = 0xffffffffU;
+  if (kBiased || limits_groups) {
+    float value[kPerLane];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      value[i] = negative_infinity();
+      if (first + i < p.num_experts) {
+        value[i] = score_at(p.config, logit[i], largest, total);
+        if (kBiased) value[i] += p.selection_bias[first + i];
+        if (value[i] != value[i]) value[i] = negative_infinity();
+      }
+    }
+    if (limits_groups) groups = best_groups(p, first, lane, value);
+    if constexpr (kBiased) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) key[i] = Keys::make(value[i], first + i);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    if constexpr (!kBiased) key[i] = Keys::make(logit[i], first + i);
+    if (first + i >= p.num_experts) key[i] = 0;
+  }
+  if (limits_groups) {
+    const bool whole = p.group_size % kPerLane == 0;  // a lane's experts are of one group
+    const int group = min(first, p.num_experts - 1) / p.group_size;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int e = first + i;
-      key[i] = 0;
-      if (e < p.num_experts) {
-        key[i] = Keys::make(score_of(p.config.score, logit[i], largest, total) + p.selection_bias[e], e);
-      }
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      key[i] = first + i < p.num_experts ? Keys::make(logit[i], first + i) : 0;
+      const int own = whole || e >= p.num_experts ? group : e / p.group_size;
+      if ((groups >> own & 1U) == 0) key[i] = 0;
     }
   }
   sort_falling(key);
@@ -407,18 +554,6 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
   for (int k = 0; k < p.top_k; ++k) {
     const Key best = Keys::warp_max(key[0]);
     if (lane == k) mine = best;
-    if constexpr (!kBiased) {
-      // The softmax's sum needs the largest logit, which is the first choice, and every key still there.
-      if (k == 0 && softmax) {
-        largest = Keys::value(best);
-        if (!p.config.renormalize || p.config.epsilon != 0.0F) {
-          float sum = 0.0F;
-#pragma unroll
-          for (int i = 0; i < kPerLane; ++i) sum += key[i] != 0 ? expf(Keys::value(key[i]) - largest) : 0.0F;
-          total = warp_sum(sum);
-        }
-      }
-    }
     if (key[0] == best) {
 #pragma unroll
       for (int i = 0; i + 1 < kPerLane; ++i) key[i] = key[i + 1];
@@ -426,36 +561,125 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     }
   }
 
-  const bool chose = lane < p.top_k;
-  const int expert = chose ? Keys::expert(mine) : 0;
-  float score = 0.0F;
-  if (chose) {
-    const float chosen_logit = kBiased ? to_float(row[expert]) : Keys::value(mine);
-    score = score_of(p.config.score, chosen_logit, largest, total);
+  const bool owns_slot = lane < p.top_k;
+  int expert = owns_slot ? Keys::expert(mine) : -1;
+  float chosen_logit = 0.0F;
+  if (owns_slot) {
+    chosen_logit = kBiased ? to_float(row[expert]) : Keys::value(mine);
+    chosen_logit = router_math::sound(chosen_logit, p.config.clip);
   }
-  float divisor = 1.0F;
-  if (p.config.renormalize) divisor = warp_sum(score) + p.config.epsilon;
-  if (chose) {
+  if (nucleus) {
+    // Mass of the choices before this one.
+    const float score = owns_slot ? score_at(p.config, chosen_logit, largest, total) : 0.0F;
+    float before = 0.0F;
+    for (int k = 0; k < p.top_k; ++k) {
+      const float other = __shfl_sync(kFullWarp, score, k);
+      if (k < lane) before += other;
+    }
+    if (owns_slot && before >= p.config.top_p) expert = -1;
+  }
+  const float weight = warp_weight(p, expert, chosen_logit, largest, total);
+  if (owns_slot) {
     p.expert_ids[t * p.ids_stride + lane] = expert;
-    p.weights[t * p.weights_stride + lane] = divisor == 0.0F ? 0.0F : p.config.scale * score / divisor;
+    p.weights[t * p.weights_stride + lane] = weight;
   }
 }
 
 /// The softmax's largest logit and its sum over a row, for any number of experts.
 template <typename Logit>
-__device__ void softmax_terms(const Logit* row, int num_experts, int lane, float* largest, float* total) {
+__device__ void softmax_terms(const Logit* row, int num_experts, float clip, int lane, float* largest,
+                              float* total) {
   float local = negative_infinity();
-  for (int e = lane; e < num_experts; e += 32) local = fmaxf(local, to_float(row[e]));
-  *largest = from_ordered_bits(__reduce_max_sync(kFullWarp, ordered_bits(local)));
+  for (int e = lane; e < num_experts; e += 32)
+    local = fmaxf(local, router_math::sound(to_float(row[e]), clip));
+  *largest = warp_max(local);
   float sum = 0.0F;
-  for (int e = lane; e < num_experts; e += 32) {
-    const float logit = to_float(row[e]);
-    sum += logit == logit && *largest != negative_infinity() ? expf(logit - *largest) : 0.0F;
-  }
+  for (int e = lane; e < num_experts; e += 32)
+    sum += router_math::softmax_term(router_math::sound(to_float(row[e]), clip), *largest);
   *total = warp_sum(sum);
 }
 
-/// Any number of experts and choices: choice k is the largest key below choice k - 1's.
+/// A token's choices as they lie in memory, and what weighs them.
+template <typename Logit>
+struct Chosen {
+  const Logit* row;
+  const RouterConfig& config;
+  int num_experts;
+  Value kind;
+  float largest = 0.0F;
+  float total = 1.0F;
+  float largest_chosen = 0.0F;
+  float divisor = 1.0F;
+
+  /// By the whole warp: the softmax over all (or the caller sets largest and total), then the divisor.
+  __device__ Chosen(const Logit* row, const RouterConfig& config, int num_experts)
+      : row(row), config(config), num_experts(num_experts), kind(router_math::value_kind(config)) {}
+  __device__ void sum_softmax(int lane) {
+    if (kind == Value::kSoftmaxAll) softmax_terms(row, num_experts, config.clip, lane, &largest, &total);
+  }
+  __device__ void weigh(const std::int32_t* ids, int count, int lane) {
+    if (kind == Value::kSoftmaxChosen) {
+      float local = negative_infinity();
+      for (int k = lane; k < count; k += 32) {
+        if (is_expert(ids[k])) local = fmaxf(local, logit(ids[k]));
+      }
+      largest_chosen = warp_max(local);
+    }
+    if (router_math::normalizes(config)) {
+      float sum = 0.0F;
+      for (int k = lane; k < count; k += 32) sum += is_expert(ids[k]) ? value(ids[k]) : 0.0F;
+      divisor = warp_sum(sum) + router_math::divisor_epsilon(config);
+    }
+  }
+  __device__ bool is_expert(int e) const { return e >= 0 && e < num_experts; }
+  __device__ float raw(int e) const { return to_float(row[e]); }
+  __device__ float logit(int e) const { return router_math::sound(raw(e), config.clip); }
+  __device__ float value(int e) const {
+    return router_math::value_of(kind, logit(e), largest, total, largest_chosen);
+  }
+  __device__ float share(int e) const { return divisor == 0.0F ? 0.0F : value(e) / divisor; }
+};
+
+/// Weights of choices that are in memory already.
+template <typename Logit>
+__device__ void write_weights(const RouterForward& p, const Logit* row, const std::int32_t* ids,
+                              float* weights, int count, int lane) {
+  Chosen<Logit> token(row, p.config, p.num_experts);
+  token.sum_softmax(lane);
+  token.weigh(ids, count, lane);
+  for (int k = lane; k < count; k += 32) {
+    const int e = ids[k];
+    float weight = 0.0F;
+    if (token.is_expert(e)) {
+      weight = p.config.scale * token.share(e) * (p.expert_scale != nullptr ? p.expert_scale[e] : 1.0F);
+    }
+    weights[k] = weight;
+  }
+}
+
+template <typename Logit>
+__global__ void __launch_bounds__(32 * kWarpsPerBlock)
+    router_weights_kernel(const __grid_constant__ RouterForward p) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const std::int64_t t = static_cast<std::int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
+  if (p.token_offsets != nullptr) {
+    // Slots past the last token's.
+    const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+    const std::int64_t end = max(static_cast<std::int64_t>(p.token_offsets[p.num_tokens]), std::int64_t{0});
+    for (std::int64_t s = end + static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+         s < p.num_slots; s += step) {
+      p.weights[s] = 0.0F;
+    }
+  }
+  if (t >= p.num_tokens) return;
+  const Logit* row = static_cast<const Logit*>(p.logits) + t * p.logits_stride;
+  const SlotRange slots = slots_of(p, t);
+  const bool ragged = p.token_offsets != nullptr;
+  write_weights(p, row, p.expert_ids + (ragged ? slots.first : t * p.ids_stride),
+                p.weights + (ragged ? slots.first : t * p.weights_stride), slots.count, lane);
+}
+
+/// Any number of experts, choices and groups: choice k is the largest key below choice k - 1's.
 template <typename Logit>
 __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     router_scan_kernel(const __grid_constant__ RouterForward p) {
@@ -468,34 +692,61 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
   float* weights = p.weights + t * p.weights_stride;
   float largest = 0.0F;
   float total = 1.0F;
-  if (p.config.score == RouterScore::kSoftmax) softmax_terms(row, p.num_experts, lane, &largest, &total);
+  if (p.config.score == RouterScore::kSoftmax)
+    softmax_terms(row, p.num_experts, p.config.clip, lane, &largest, &total);
 
-  float sum = 0.0F;
+  const auto biased = [&](int e) {
+    const float score = score_at(p.config, to_float(row[e]), largest, total) +
+                        (p.selection_bias != nullptr ? p.selection_bias[e] : 0.0F);
+    return score == score ? score : negative_infinity();
+  };
+  const auto merit_key = [&](int g) {
+    float best = negative_infinity();
+    float second = negative_infinity();
+    for (int e = g * p.group_size; e < (g + 1) * p.group_size; ++e)
+      merge_top_two(biased(e), negative_infinity(), &best, &second);
+    return Keys::make(p.config.group_merit == GroupMerit::kTopTwo ? best + second : best, g);
+  };
+  // Key of the last group that may be chosen from.
+  Keys::Key threshold = 0;
+  if (router_math::limits_groups(p.config)) {
+    threshold = ~Keys::Key{0};
+    for (int i = 0; i < p.config.top_groups; ++i) {
+      Keys::Key best = 0;
+      for (int g = lane; g < p.config.num_groups; g += 32) {
+        const Keys::Key key = merit_key(g);
+        if (key < threshold && key > best) best = key;
+      }
+      threshold = Keys::warp_max(best);
+    }
+  }
+
+  float mass = 0.0F;
   Keys::Key previous = ~Keys::Key{0};
   for (int k = 0; k < p.top_k; ++k) {
     Keys::Key best = 0;
-    for (int e = lane; e < p.num_experts; e += 32) {
-      float value = to_float(row[e]);
-      if (p.selection_bias != nullptr) {
-        value = score_of(p.config.score, value, largest, total) + p.selection_bias[e];
+    for (int g = lane; g < p.config.num_groups && threshold != 0; g += 32) {
+      if (merit_key(g) < threshold) continue;
+      for (int e = g * p.group_size; e < (g + 1) * p.group_size; ++e) {
+        const Keys::Key key = Keys::make(
+            p.selection_bias != nullptr ? biased(e) : router_math::clipped(to_float(row[e]), p.config.clip),
+            e);
+        if (key < previous && key > best) best = key;
       }
-      const Keys::Key key = Keys::make(value, e);
+    }
+    for (int e = lane; e < p.num_experts && threshold == 0; e += 32) {
+      const Keys::Key key = Keys::make(
+          p.selection_bias != nullptr ? biased(e) : router_math::clipped(to_float(row[e]), p.config.clip), e);
       if (key < previous && key > best) best = key;
     }
     previous = Keys::warp_max(best);
     const int expert = Keys::expert(previous);
-    const float score = score_of(p.config.score, to_float(row[expert]), largest, total);
-    sum += score;
-    if (lane == 0) {
-      ids[k] = expert;
-      weights[k] = score;
-    }
+    const bool outside = p.config.top_p < 1.0F && mass >= p.config.top_p;
+    if (p.config.top_p < 1.0F) mass += score_at(p.config, to_float(row[expert]), largest, total);
+    if (lane == 0) ids[k] = outside ? -1 : expert;
   }
   __syncwarp();
-  const float divisor = p.config.renormalize ? sum + p.config.epsilon : 1.0F;
-  for (int k = lane; k < p.top_k; k += 32) {
-    weights[k] = divisor == 0.0F ? 0.0F : p.config.scale * weights[k] / divisor;
-  }
+  write_weights(p, row, ids, weights, p.top_k, lane);
 }
 
 struct RouterBackward {
@@ -503,20 +754,26 @@ struct RouterBackward {
   const std::int32_t* expert_ids;
   const float* d_weights;
   void* d_logits;
+  const float* expert_scale;
+  float* d_expert_scale;
+  const std::int32_t* token_offsets;
   std::int64_t logits_stride;
   std::int64_t ids_stride;
   std::int64_t d_weights_stride;
   std::int64_t d_logits_stride;
+  std::int64_t d_expert_scale_stride;
   std::int64_t num_tokens;
+  std::int64_t num_slots;  // ragged only
   int num_experts;
   int top_k;
+  int num_parts;
   bool vector;  // rows of logits and d_logits in whole vectors
   RouterConfig config;
 };
 
-/// d_logits of a row: every expert's -p * projection first, then the chosen ones over it. An id that a row
-/// holds twice gets the sum of its gradients. Up to 32 * kPerLane experts are kept in registers; kPerLane 0
-/// reads them again instead, however many they are.
+/// d_logits of a row: what the softmax's total gives every expert first, then the chosen ones over it. An id
+/// that a row holds twice gets the sum of its gradients. The formulas are in cpu/router.cpp. Up to
+/// 32 * kPerLane experts are kept in registers; kPerLane 0 reads them again instead, however many they are.
 template <typename Logit, int kPerLane>
 __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     router_backward_kernel(const __grid_constant__ RouterBackward p) {
@@ -524,87 +781,122 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
   const std::int64_t t = static_cast<std::int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
   if (t >= p.num_tokens) return;
   const Logit* row = static_cast<const Logit*>(p.logits) + t * p.logits_stride;
-  const std::int32_t* ids = p.expert_ids + t * p.ids_stride;
-  const float* d_weights = p.d_weights + t * p.d_weights_stride;
+  const SlotRange slots = slots_of(p, t);
+  const bool ragged = p.token_offsets != nullptr;
+  const std::int32_t* ids = p.expert_ids + (ragged ? slots.first : t * p.ids_stride);
+  const float* d_weights = p.d_weights + (ragged ? slots.first : t * p.d_weights_stride);
   Logit* d_row = static_cast<Logit*>(p.d_logits) + t * p.d_logits_stride;
-  const bool softmax = p.config.score == RouterScore::kSoftmax;
-  const auto is_expert = [&](int e) { return e >= 0 && e < p.num_experts; };
-
-  float largest = 0.0F;
-  float total = 1.0F;
+  const float clip = p.config.clip;
+  Chosen<Logit> token(row, p.config, p.num_experts);
+  const bool over_all = token.kind == Value::kSoftmaxAll;
   constexpr int kKept = kPerLane == 0 ? 1 : kPerLane;
-  float kept[kKept];  // exponentials of this lane's logits, relative to the largest
+  float kept[kKept];      // exponentials of this lane's logits, relative to the largest
+  std::uint32_t cut = 0;  // bit i: beyond the clip
   const int first = lane * kKept;
   if constexpr (kPerLane != 0) {
-    if (softmax) {
+    if (over_all) {
       load_logits(row, first, p.num_experts, p.vector, kept);
       float local = negative_infinity();
 #pragma unroll
-      for (int i = 0; i < kKept; ++i) local = fmaxf(local, kept[i]);
-      largest = from_ordered_bits(__reduce_max_sync(kFullWarp, ordered_bits(local)));
+      for (int i = 0; i < kKept; ++i) {
+        const bool exists = first + i < p.num_experts;
+        if (!router_math::passes(kept[i], clip)) cut |= 1U << i;
+        kept[i] = exists ? router_math::sound(kept[i], clip) : negative_infinity();
+        local = fmaxf(local, kept[i]);
+      }
+      token.largest = warp_max(local);
       float sum = 0.0F;
 #pragma unroll
       for (int i = 0; i < kKept; ++i) {
-        const bool counts = kept[i] == kept[i] && largest != negative_infinity();
-        kept[i] = counts ? expf(kept[i] - largest) : 0.0F;
+        kept[i] = router_math::softmax_term(kept[i], token.largest);
         sum += kept[i];
       }
-      total = warp_sum(sum);
+      token.total = warp_sum(sum);
     }
-  } else if (softmax) {
-    softmax_terms(row, p.num_experts, lane, &largest, &total);
+  } else {
+    token.sum_softmax(lane);
   }
-  const auto score_at = [&](int e) { return score_of(p.config.score, to_float(row[e]), largest, total); };
+  token.weigh(ids, slots.count, lane);
+  // Rounded on its own: fused with the subtraction below, one choice's gradient would not be exactly 0.
+  const auto d_share = [&](int k) {
+    const float scale = p.expert_scale != nullptr ? p.expert_scale[ids[k]] : 1.0F;
+    return __fmul_rn(p.config.scale * scale, d_weights[k]);
+  };
 
-  float divisor = 1.0F;
   float mean = 0.0F;
-  if (p.config.renormalize) {
-    float sum = 0.0F;
-    for (int k = lane; k < p.top_k; k += 32) {
+  if (router_math::normalizes(p.config)) {
+    for (int k = lane; k < slots.count; k += 32) {
       const int e = ids[k];
-      if (!is_expert(e)) continue;
-      const float score = score_at(e);
-      sum += score;
+      if (token.is_expert(e)) mean += d_share(k) * token.share(e);
     }
-    divisor = warp_sum(sum) + p.config.epsilon;
-    // Each share is divided on its own: the only choice's is 1, and its gradient exactly 0.
-    float weighted = 0.0F;
-    for (int k = lane; k < p.top_k && divisor != 0.0F; k += 32) {
-      const int e = ids[k];
-      if (is_expert(e)) weighted += d_weights[k] * (score_at(e) / divisor);
-    }
-    mean = warp_sum(weighted);
+    mean = warp_sum(mean);
   }
-  const float factor = divisor == 0.0F ? 0.0F : p.config.scale / divisor;
+  const float inverse = token.divisor == 0.0F ? 0.0F : 1.0F / token.divisor;
+  const auto d_value = [&](int k) { return inverse * (d_share(k) - mean); };
   float projection = 0.0F;
-  if (softmax) {
-    for (int k = lane; k < p.top_k; k += 32) {
-      const int e = ids[k];
-      if (is_expert(e)) projection += score_at(e) * factor * (d_weights[k] - mean);
+  if (token.kind == Value::kSoftmaxAll) {
+    for (int k = lane; k < slots.count; k += 32) {
+      if (token.is_expert(ids[k])) projection += d_value(k) * token.value(ids[k]);
     }
     projection = warp_sum(projection);
   }
   if constexpr (kPerLane != 0) {
-    const float scale = softmax && total > 0.0F ? -projection / total : 0.0F;
+    const float scale = over_all && token.total > 0.0F ? -projection / token.total : 0.0F;
 #pragma unroll
-    for (int i = 0; i < kKept; ++i) kept[i] = softmax ? kept[i] * scale : 0.0F;
+    for (int i = 0; i < kKept; ++i) kept[i] = scale != 0.0F && (cut >> i & 1U) == 0 ? kept[i] * scale : 0.0F;
     store_logits(d_row, first, p.num_experts, p.vector, kept);
   } else {
     for (int e = lane; e < p.num_experts; e += 32) {
-      d_row[e] = from_float<Logit>(softmax ? -score_at(e) * projection : 0.0F);
+      const bool live = projection != 0.0F && router_math::passes(token.raw(e), clip);
+      d_row[e] = from_float<Logit>(live ? -projection * token.value(e) : 0.0F);
     }
   }
   __syncwarp();
-  for (int k = lane; k < p.top_k; k += 32) {
+  for (int k = lane; k < slots.count; k += 32) {
     const int e = ids[k];
-    if (!is_expert(e)) continue;
-    float d_score = 0.0F;
-    for (int other = 0; other < p.top_k; ++other) {
-      if (ids[other] == e) d_score += factor * (d_weights[other] - mean);
+    if (!token.is_expert(e) || !router_math::passes(token.raw(e), clip)) continue;
+    float d = -projection;
+    for (int other = 0; other < slots.count; ++other) {
+      if (ids[other] == e) d += d_value(other);
     }
-    const float score = score_at(e);
-    const float slope = softmax ? score : score * (1.0F - score);
-    d_row[e] = from_float<Logit>(slope * (d_score - projection));
+    const float slope = router_math::slope_of(token.kind, token.logit(e), token.value(e));
+    d_row[e] = from_float<Logit>(d == 0.0F ? 0.0F : slope * d);
+  }
+}
+
+/// Row b of d_expert_scale, one warp a row: its tokens one after the other, so that the order of every sum
+/// is fixed. Lanes own choices; two lanes with one expert add in turn.
+template <typename Logit>
+__global__ void __launch_bounds__(32) router_expert_scale_kernel(const __grid_constant__ RouterBackward p) {
+  const int lane = static_cast<int>(threadIdx.x);
+  const std::int64_t part = blockIdx.x;
+  float* d_scale = p.d_expert_scale + part * p.d_expert_scale_stride;
+  for (int e = lane; e < p.num_experts; e += 32) d_scale[e] = 0.0F;
+  __syncwarp();
+  // The tokens t with t * B / T = part.
+  const std::int64_t begin = (part * p.num_tokens + p.num_parts - 1) / p.num_parts;
+  const std::int64_t end = ((part + 1) * p.num_tokens + p.num_parts - 1) / p.num_parts;
+  for (std::int64_t t = begin; t < end; ++t) {
+    const Logit* row = static_cast<const Logit*>(p.logits) + t * p.logits_stride;
+    const SlotRange slots = slots_of(p, t);
+    const bool ragged = p.token_offsets != nullptr;
+    const std::int32_t* ids = p.expert_ids + (ragged ? slots.first : t * p.ids_stride);
+    const float* d_weights = p.d_weights + (ragged ? slots.first : t * p.d_weights_stride);
+    Chosen<Logit> token(row, p.config, p.num_experts);
+    token.sum_softmax(lane);
+    token.weigh(ids, slots.count, lane);
+    for (int base = 0; base < slots.count; base += 32) {
+      const int k = base + lane;
+      const int e = k < slots.count ? ids[k] : -1;
+      const bool adds = token.is_expert(e);
+      const float term = adds ? p.config.scale * d_weights[k] * token.share(e) : 0.0F;
+      const std::uint32_t same = __match_any_sync(kFullWarp, adds ? e : -1 - lane);
+      const int turn = __popc(same & ((1U << lane) - 1U));
+      for (int i = 0; __any_sync(kFullWarp, adds && turn >= i); ++i) {
+        if (adds && turn == i) d_scale[e] += term;
+        __syncwarp();
+      }
+    }
   }
 }
 
@@ -638,12 +930,20 @@ bool reads_in_vectors(const RouterForward& params, std::int64_t element_bytes, i
          params.logits_stride * element_bytes % bytes == 0;
 }
 
+/// Does the order of the 16-bit logits decide, and nothing else?
+bool takes_lists(const RouterForward& params) {
+  const RouterConfig& config = params.config;
+  return params.selection_bias == nullptr && params.num_experts <= 512 && params.top_k <= 16 &&
+         !router_math::limits_groups(config) && config.clip == 0.0F && config.top_p == 1.0F &&
+         router_math::value_kind(config) != Value::kSqrtSoftplus;
+}
+
 template <typename Logit>
 void launch_forward(RouterForward params, cudaStream_t stream) {
   const int experts = params.num_experts;
   const int top_k = params.top_k;
   if constexpr (sizeof(Logit) == 2) {
-    if (params.selection_bias == nullptr && experts <= 512 && top_k <= 16) {
+    if (takes_lists(params)) {
       params.vector = reads_in_vectors(params, 2, 8, 16);
       if (top_k <= 8) {
         if (experts <= 64) return launch_lists<Logit, 4, 16, 8>(params, stream);
@@ -657,7 +957,8 @@ void launch_forward(RouterForward params, cudaStream_t stream) {
       return launch_lists<Logit, 8, 64, 16>(params, stream);
     }
   }
-  if (experts > 512 || top_k > 32) {
+  const bool many_groups = router_math::limits_groups(params.config) && params.config.num_groups > 32;
+  if (experts > 512 || top_k > 32 || many_groups) {
     router_scan_kernel<Logit><<<blocks_for(params.num_tokens), 32 * kWarpsPerBlock, 0, stream>>>(params);
     return;
   }
@@ -692,12 +993,28 @@ Status router_forward(const RouterForwardArgs& args, const Context& ctx) {
   params.weights_stride = args.weights.stride[0];
   params.num_tokens = args.logits.extent[0];
   params.num_experts = static_cast<int>(args.logits.extent[1]);
-  params.top_k = static_cast<int>(args.expert_ids.extent[1]);
+  params.top_k = args.token_offsets.present() ? 0 : static_cast<int>(args.expert_ids.extent[1]);
   params.config = args.config;
-  if (params.num_tokens == 0) return {};
+  params.expert_scale =
+      args.expert_scale.present() ? static_cast<const float*>(args.expert_scale.data) : nullptr;
+  if (args.token_offsets.present()) {
+    params.token_offsets = static_cast<const std::int32_t*>(args.token_offsets.data);
+    params.num_slots = args.expert_ids.extent[0];
+  }
+  params.group_size = params.num_experts / (params.config.num_groups > 0 ? params.config.num_groups : 1);
+  const bool nothing = params.token_offsets == nullptr ? params.num_tokens == 0 : params.num_slots == 0;
+  if (nothing) return {};
 
   const DeviceGuard guard(device->ordinal);
   const cudaStream_t stream = stream_of(ctx);
+  if (args.ids_given) {
+    // At least one block: ragged slots past the last token's are written too.
+    const unsigned blocks = params.num_tokens == 0 ? 1 : blocks_for(params.num_tokens);
+    with_element_type(args.logits.dtype, [&]<typename Logit>() {
+      router_weights_kernel<Logit><<<blocks, 32 * kWarpsPerBlock, 0, stream>>>(params);
+    });
+    return check_launch("router_forward");
+  }
   with_element_type(args.logits.dtype, [&]<typename Logit>() { launch_forward<Logit>(params, stream); });
   return check_launch("router_forward");
 }
@@ -717,9 +1034,21 @@ Status router_backward(const RouterBackwardArgs& args, const Context& ctx) {
   params.d_logits_stride = args.d_logits.stride[0];
   params.num_tokens = args.logits.extent[0];
   params.num_experts = static_cast<int>(args.logits.extent[1]);
-  params.top_k = static_cast<int>(args.expert_ids.extent[1]);
   params.config = args.config;
-  if (params.num_tokens == 0) return {};
+  params.expert_scale =
+      args.expert_scale.present() ? static_cast<const float*>(args.expert_scale.data) : nullptr;
+  if (args.token_offsets.present()) {
+    params.token_offsets = static_cast<const std::int32_t*>(args.token_offsets.data);
+    params.num_slots = args.expert_ids.extent[0];
+  } else {
+    params.top_k = static_cast<int>(args.expert_ids.extent[1]);
+  }
+  if (args.d_expert_scale.present()) {
+    params.d_expert_scale = static_cast<float*>(args.d_expert_scale.data);
+    params.d_expert_scale_stride = args.d_expert_scale.stride[0];
+    params.num_parts = static_cast<int>(args.d_expert_scale.extent[0]);
+  }
+  if (params.num_tokens == 0 && params.num_parts == 0) return {};
 
   const DeviceGuard guard(device->ordinal);
   with_element_type(args.logits.dtype, [&]<typename Logit>() {
@@ -735,11 +1064,22 @@ Status router_backward(const RouterBackwardArgs& args, const Context& ctx) {
       router_backward_kernel<Logit, kPerLane>
           <<<blocks_for(params.num_tokens), 32 * kWarpsPerBlock, 0, stream_of(ctx)>>>(params);
     };
-    if (params.num_experts <= 64) return launch.template operator()<2>();
-    if (params.num_experts <= 128) return launch.template operator()<4>();
-    if (params.num_experts <= 256) return launch.template operator()<8>();
-    if (params.num_experts <= 512) return launch.template operator()<16>();
-    launch.template operator()<0>();
+    if (params.num_tokens == 0) {
+    } else if (params.num_experts <= 64) {
+      launch.template operator()<2>();
+    } else if (params.num_experts <= 128) {
+      launch.template operator()<4>();
+    } else if (params.num_experts <= 256) {
+      launch.template operator()<8>();
+    } else if (params.num_experts <= 512) {
+      launch.template operator()<16>();
+    } else {
+      launch.template operator()<0>();
+    }
+    if (params.num_parts != 0) {
+      router_expert_scale_kernel<Logit>
+          <<<static_cast<unsigned>(params.num_parts), 32, 0, stream_of(ctx)>>>(params);
+    }
   });
   return check_launch("router_backward");
 }

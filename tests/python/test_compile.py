@@ -67,7 +67,7 @@ def _operator_samples() -> list[tuple]:
         (ops.experts.default, (t["x"], ids.flatten(), flat, t["w_up"], t["w_down"], None, None, offsets), {})
     )
     logits = torch.randn(5, 8, device=DEVICE, requires_grad=True)
-    samples.append((ops.route.default, (logits, 3), {"renormalize": True}))
+    samples.append((ops.route.default, (logits, 3), {"weight_kind": "renormalized"}))
     samples.append((ops.route.default, (logits, 2, torch.randn(8, device=DEVICE)), {"score": "sigmoid"}))
     samples.append((ops.dispatch.default, (ids, 4), {}))
     samples.append((ops.activation.default, (torch.randn(3, 8, device=DEVICE, requires_grad=True),), {}))

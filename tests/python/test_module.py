@@ -20,7 +20,7 @@ def plain_moe(moe: moestro.MoE, x: Tensor) -> Tensor:
     biased = p if router.selection_bias is None else p + router.selection_bias
     ids = biased.topk(router.top_k, -1).indices
     weights = p.gather(-1, ids)
-    if router.renormalize:
+    if router.weight_kind == "renormalized":
         weights = weights / weights.sum(-1, keepdim=True)
     w_up, w_down = experts.w_up, experts.w_down
     if experts.transposed:
@@ -56,8 +56,8 @@ CASES = {
         "transposed": True,
     },
     "deepseek-v3": {"score": "sigmoid", "selection_bias": True, "scale": 2.5, "shared_d_ff": 7},
-    "qwen2-moe": {"renormalize": False, "shared_d_ff": 20, "shared_gate": True},
-    "llama4": {"score": "sigmoid", "renormalize": False, "weight_position": "before", "shared_d_ff": 12},
+    "qwen2-moe": {"weight_kind": "scores", "shared_d_ff": 20, "shared_gate": True},
+    "llama4": {"score": "sigmoid", "weight_kind": "scores", "weight_position": "before", "shared_d_ff": 12},
     "ungated": {"activation": "relu2", "save": "none", "shared_d_ff": 9},
     "clamped": {"activation": "swiglu_clamp", "limit": 0.25, "save": "all", "shared_d_ff": 9, "bias": True},
 }
@@ -173,7 +173,7 @@ def test_one_choice_with_renormalisation_warns() -> None:
         moestro.MoE(8, 4, 4, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        moestro.MoE(8, 4, 4, 1, renormalize=False)
+        moestro.MoE(8, 4, 4, 1, weight_kind="scores")
 
 
 @pytest.mark.parametrize("limit", [7.0, 10.0])
@@ -181,7 +181,7 @@ def test_one_choice_with_renormalisation_warns() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_limits_hold_for_routed_and_shared_experts(limit: float, activation: str, dtype: torch.dtype) -> None:
     """Public bug 49: pre-activations of +-20; both kinds of expert clamp alike, with gradient 0 beyond."""
-    moe = moestro.MoE(2, 1, 1, 1, activation=activation, limit=limit, renormalize=False, shared_d_ff=1)
+    moe = moestro.MoE(2, 1, 1, 1, activation=activation, limit=limit, weight_kind="scores", shared_d_ff=1)
     moe = moe.to(DEVICE, dtype)
     x = torch.tensor([[20.0, 20.0], [-20.0, -20.0], [20.0, 3.0], [3.0, -20.0]], device=DEVICE, dtype=dtype)
     with torch.no_grad():

@@ -9,6 +9,9 @@ from torch import Tensor
 SIZES = [(8, 1), (8, 2), (128, 8), (256, 8), (512, 10), (60, 4), (40, 8), (5, 5), (1, 1)]
 
 
+KINDS = {False: "scores", True: "renormalized"}
+
+
 def plain_route(
     logits: Tensor, k: int, score: str, renormalize: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -33,7 +36,7 @@ def test_route(E: int, K: int, score: str) -> None:
     for bias in (None, 3 * torch.randn(E, device=DEVICE)):
         for renormalize in (False, True):
             ids, weights = moestro.route(
-                logits, K, score=score, renormalize=renormalize, selection_bias=bias, scale=2.5
+                logits, K, score=score, weight_kind=KINDS[renormalize], selection_bias=bias, scale=2.5
             )
             want_ids, want = plain_route(logits, K, score, renormalize, bias, 2.5)
             assert ids.shape == weights.shape == (33, K)
@@ -53,7 +56,7 @@ def test_gradcheck(score: str, renormalize: bool) -> None:
     logits = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
 
     def weights(logits: Tensor) -> Tensor:
-        return moestro.route(logits, 3, score=score, renormalize=renormalize, epsilon=0.25, scale=1.5)[1]
+        return moestro.route(logits, 3, score=score, weight_kind=KINDS[renormalize], epsilon=0.25, scale=1.5)[1]
 
     assert torch.autograd.gradcheck(weights, (logits,))
 
@@ -62,7 +65,7 @@ def test_softmax_before_and_after_the_choice_differ() -> None:
     """Public bug 29: with and without renormalisation are two routers, forward and backward."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]], device=DEVICE, requires_grad=True)
     _, over_all = moestro.route(logits, 2)
-    _, over_chosen = moestro.route(logits, 2, renormalize=True)
+    _, over_chosen = moestro.route(logits, 2, weight_kind="renormalized")
     torch.testing.assert_close(over_all, logits.softmax(-1)[:, :2])
     torch.testing.assert_close(over_chosen, logits[:, :2].softmax(-1))
     (d_all,) = torch.autograd.grad(over_all[0, 0], [logits])
@@ -73,7 +76,7 @@ def test_softmax_before_and_after_the_choice_differ() -> None:
 def test_one_choice() -> None:
     """Public bugs 26, 27: K = 1 keeps its axis; renormalised, its weight is 1 and the gradient exactly 0."""
     logits = torch.randn(6, 4, device=DEVICE, requires_grad=True)
-    ids, weights = moestro.route(logits, 1, renormalize=True)
+    ids, weights = moestro.route(logits, 1, weight_kind="renormalized")
     assert ids.shape == weights.shape == (6, 1) and weights.eq(1).all()
     assert torch.autograd.grad(weights.sum(), [logits])[0].eq(0).all()
     _, weights = moestro.route(logits, 1)
@@ -118,20 +121,20 @@ def test_low_precision_logits_are_computed_in_float32(dtype: torch.dtype) -> Non
     assert torch.equal(logits.grad, wide.grad.to(dtype))
 
 
-@pytest.mark.parametrize("group_score", ["max", "top2"])
+@pytest.mark.parametrize("group_merit", ["max", "top2"])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_groups(group_score: str, score: str) -> None:
+def test_groups(group_merit: str, score: str) -> None:
     """Every choice lies in the best groups, and the weights are those of the plain router at these ids."""
     logits = torch.randn(50, 32, device=DEVICE, requires_grad=True)
     bias = torch.randn(32, device=DEVICE)
     ids, weights = moestro.route(
-        logits, 6, score=score, selection_bias=bias, num_groups=8, top_groups=3, group_score=group_score
+        logits, 6, score=score, selection_bias=bias, num_groups=8, top_groups=3, group_merit=group_merit
     )
     p = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
     biased = (p + bias).detach()
     for t in range(50):
         groups = biased[t].view(8, 4)
-        merit = groups.max(-1).values if group_score == "max" else groups.sort(-1).values[:, -2:].sum(-1)
+        merit = groups.max(-1).values if group_merit == "max" else groups.sort(-1).values[:, -2:].sum(-1)
         best = set(merit.topk(3).indices.tolist())
         allowed = [e for e in range(32) if e // 4 in best]
         want = sorted(allowed, key=lambda e: -biased[t, e].item())[:6]
@@ -146,8 +149,8 @@ def test_weights_of_given_ids() -> None:
     logits = torch.randn(7, 12, device=DEVICE, requires_grad=True)
     for score in ("softmax", "sigmoid"):
         for renormalize in (False, True):
-            ids, weights = moestro.route(logits, 3, score=score, renormalize=renormalize, scale=1.25)
-            again = moestro.route_weights(logits, ids, score=score, renormalize=renormalize, scale=1.25)
+            ids, weights = moestro.route(logits, 3, score=score, weight_kind=KINDS[renormalize], scale=1.25)
+            again = moestro.route_weights(logits, ids, score=score, weight_kind=KINDS[renormalize], scale=1.25)
             torch.testing.assert_close(again, weights)
             d_weights = torch.randn_like(weights)
             torch.testing.assert_close(
@@ -157,7 +160,7 @@ def test_weights_of_given_ids() -> None:
             )
     ids[:, 1] = -1
     ids[0] = -1
-    weights = moestro.route_weights(logits, ids, renormalize=True)
+    weights = moestro.route_weights(logits, ids, weight_kind="renormalized")
     assert weights[:, 1].eq(0).all() and weights[0].eq(0).all()
     torch.testing.assert_close(weights[1:].sum(-1), torch.ones(6, device=DEVICE))
     assert torch.autograd.grad(weights.sum(), [logits])[0].isfinite().all()

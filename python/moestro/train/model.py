@@ -24,7 +24,7 @@ class MoEBlock(moestro.MoE):
             config.top_k,
             save=config.save,
             # With one expert a token, renormalised weights would be 1 and teach the router nothing.
-            renormalize=config.top_k > 1,
+            weight_kind="renormalized" if config.top_k > 1 else "scores",
         )
         if config.experts_backend == "eager":
             self.experts = EagerExperts(config.d_model, config.d_ff, config.num_experts)

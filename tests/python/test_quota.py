@@ -1,0 +1,214 @@
+"""Capacity, expert choice, token rounding and forced balance."""
+
+import math
+
+import moestro
+import pytest
+import torch
+from moestro import quota
+from support import DEVICE
+from torch import Tensor
+
+
+def routed(T: int, E: int, K: int, skew: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    logits = torch.randn(T, E, device=DEVICE) + skew * torch.randn(E, device=DEVICE)
+    ids, _ = moestro.route(logits, K)
+    return logits, ids, moestro.router_scores(logits)
+
+
+def members(ids: Tensor, E: int, offsets: Tensor | None = None) -> list[set[int]]:
+    """Tokens of each expert, by plain loops."""
+    found: list[set[int]] = [set() for _ in range(E)]
+    rows = (
+        [(t, row) for t, row in enumerate(ids.tolist())]
+        if offsets is None
+        else [(t, ids[a:b].tolist()) for t, (a, b) in enumerate(zip(offsets.tolist(), offsets.tolist()[1:]))]
+    )
+    for t, row in rows:
+        for e in row:
+            if e >= 0:
+                assert e < E and t not in found[e]
+                found[e].add(t)
+    return found
+
+
+def best(tokens: set[int], scores: Tensor, e: int, count: int) -> set[int]:
+    return set(sorted(tokens, key=lambda t: (-scores[t, e].item(), t))[:count])
+
+
+@pytest.mark.parametrize("factor", [0.25, 1.0, 1.5, 100.0])
+def test_capacity(factor: float) -> None:
+    T, E, K = 50, 6, 2
+    _, ids, scores = routed(T, E, K)
+    ids[3] = -1
+    capacity = min(T, math.ceil(factor * T * K / E))
+    before = members(ids, E)
+    by_score = moestro.limit_capacity(ids, scores, factor)
+    by_token = moestro.limit_capacity(ids, scores, factor, drop="token")
+    for e, tokens in enumerate(before):
+        assert members(by_score, E)[e] == best(tokens, scores, e, capacity)
+        assert members(by_token, E)[e] == set(sorted(tokens)[:capacity])
+    assert by_score.shape == ids.shape and ((by_score == ids) | (by_score == -1)).all()
+
+
+def test_equal_scores_keep_the_earlier_tokens() -> None:
+    ids = torch.zeros(10, 1, dtype=torch.int32, device=DEVICE)
+    kept = moestro.limit_capacity(ids, torch.full((10, 2), 0.5, device=DEVICE), 0.8)
+    assert kept.flatten().tolist() == [0] * 4 + [-1] * 6
+
+
+def test_expert_choice() -> None:
+    T, E, K = 40, 5, 2
+    _, _, scores = routed(T, E, K)
+    ids, offsets = moestro.expert_choice(scores, K, 1.5)
+    capacity = math.ceil(1.5 * T * K / E)
+    assert ids.shape == (E * capacity,) and offsets[-1] == E * capacity
+    for e, tokens in enumerate(members(ids, E, offsets)):
+        assert tokens == best(set(range(T)), scores, e, capacity)
+    mask = torch.arange(T, device=DEVICE) < 10  # fewer tokens than the capacity
+    ids, offsets = moestro.expert_choice(scores, K, 1.5, token_mask=mask)
+    assert members(ids, E, offsets) == [set(range(10))] * E and ids[offsets[-1] :].eq(-1).all()
+
+
+@pytest.mark.parametrize("rounding", quota.ROUNDINGS)
+@pytest.mark.parametrize("T, E, K, tile", [(200, 8, 2, 16), (33, 4, 1, 32), (64, 3, 3, 8), (100, 16, 4, 64)])
+def test_rounding(rounding: str, T: int, E: int, K: int, tile: int) -> None:
+    """Multiples of the tile, less than a tile away, the lowest dropped and the best added."""
+    _, ids, scores = routed(T, E, K)
+    new_ids, offsets = moestro.round_to_tiles(ids, scores, tile, rounding)
+    assert new_ids.dtype == offsets.dtype == torch.int32 and new_ids[offsets[-1] :].eq(-1).all()
+    before, after = members(ids, E), members(new_ids, E, offsets)
+    for e in range(E):
+        count = len(after[e])
+        assert count % tile == 0 and abs(count - len(before[e])) < tile
+        if rounding == "down":
+            assert count == len(before[e]) // tile * tile
+        if rounding == "up" and math.ceil(len(before[e]) / tile) * tile <= T:
+            assert count == math.ceil(len(before[e]) / tile) * tile
+        if rounding == "nearest" and count + tile <= T:
+            assert abs(count - len(before[e])) <= tile / 2
+        if count <= len(before[e]):
+            assert after[e] == best(before[e], scores, e, count)
+        else:
+            added = best(set(range(T)) - before[e], scores, e, count - len(before[e]))
+            assert after[e] == before[e] | added
+
+
+def test_masked_tokens_are_not_added() -> None:
+    _, ids, scores = routed(100, 4, 2)
+    mask = torch.rand(100, device=DEVICE) < 0.6
+    ids = torch.where(mask.unsqueeze(-1), ids, -1)
+    new_ids, offsets = moestro.round_to_tiles(ids, scores, 16, "up", token_mask=mask)
+    allowed = set(mask.nonzero().flatten().tolist())
+    assert all(tokens <= allowed for tokens in members(new_ids, 4, offsets))
+
+
+def test_stochastic_rounding_keeps_the_expected_total() -> None:
+    counts = torch.tensor([5, 64, 100, 1, 127, 0, 63, 200], device=DEVICE)
+    draws = torch.stack([quota.rounded_counts(counts, 64, "stochastic", 10_000) for _ in range(4000)])
+    deviation = 64 * 0.5 / 4000**0.5  # of the mean of one expert, at most
+    assert (draws.double().mean(0) - counts).abs().max() < 5 * deviation
+    assert abs(draws.sum(1).double().mean() - counts.sum()) < 5 * deviation * 8**0.5
+    assert draws.unique().remainder(64).eq(0).all()
+
+
+def test_rounded_module_trains_and_evaluates_plainly() -> None:
+    """Weights renormalise over the pairs that a token has; y and gradients as a loop over the pairs gives."""
+    T, E, K, d = 60, 4, 2, 12
+    moe = moestro.MoE(d, 6, E, K, round_to=16).to(DEVICE)
+    x = torch.randn(T, d, device=DEVICE, requires_grad=True)
+    y, routing = moe(x, return_routing=True)
+    assert routing.token_offsets is not None and routing.choice.shape == (T, K)
+    counts = moestro.expert_counts(routing.expert_ids, E)
+    assert counts.remainder(16).eq(0).all()
+    p = (x @ moe.router.weight.t()).softmax(-1)
+    want = []
+    for t, (a, b) in enumerate(zip(routing.token_offsets.tolist(), routing.token_offsets.tolist()[1:])):
+        ids = routing.expert_ids[a:b].long()
+        weights = p[t, ids] / p[t, ids].sum()
+        row = torch.zeros(d, device=DEVICE)
+        for e, w in zip(ids.tolist(), weights):
+            gate, up = (moe.experts.w_up[e] @ x[t]).chunk(2)
+            row = row + w * (moe.experts.w_down[e] @ (torch.nn.functional.silu(gate) * up))
+        want.append(row)
+    want = torch.stack(want)
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
+    d_y = torch.randn_like(y)
+    inputs = [x, *moe.parameters()]
+    for got, expected in zip(*(torch.autograd.grad(out, inputs, d_y) for out in (y, want)), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    plain = moestro.MoE(d, 6, E, K).to(DEVICE)
+    plain.load_state_dict(moe.state_dict())
+    assert torch.equal(moe.eval()(x), plain(x))
+
+
+def test_capacity_and_expert_choice_in_a_module() -> None:
+    x = torch.randn(30, 8, device=DEVICE)
+    moe = moestro.MoE(8, 4, 5, 2, capacity_factor=0.5).to(DEVICE)
+    y, routing = moe(x, return_routing=True)
+    assert moestro.expert_counts(routing.expert_ids, 5).max() <= 6 and routing.choice.ge(0).all()
+    y.sum().backward()
+    moe = moestro.MoE(8, 4, 5, 2, expert_choice=True, weight_kind="scores").to(DEVICE)
+    y, routing = moe(x, return_routing=True)
+    assert moestro.expert_counts(routing.expert_ids, 5).eq(12).all()
+    y.sum().backward()
+    assert moe.router.weight.grad.ne(0).any()
+
+
+def test_no_tokens() -> None:
+    for options in ({"round_to": 8}, {"capacity_factor": 1.0}, {"expert_choice": True}):
+        moe = moestro.MoE(8, 4, 5, 2, **options).to(DEVICE)
+        y = moe(torch.zeros(0, 8, device=DEVICE))
+        y.sum().backward()
+        assert y.shape == (0, 8)
+
+
+def test_forced_routing() -> None:
+    moe = moestro.MoE(8, 4, 6, 2).to(DEVICE)
+    x = torch.randn(60, 8, device=DEVICE)
+    for kind, check in {
+        "uniform": lambda counts: counts == [20] * 6,
+        "zipf": lambda counts: counts[0] > 1.5 * counts[3],
+        "one_expert": lambda counts: counts == [60, 60, 0, 0, 0, 0],
+    }.items():
+        with moestro.forced_routing(kind):
+            y, routing = moe(x, return_routing=True)
+        assert check(moestro.expert_counts(routing.expert_ids, 6).tolist()), kind
+        assert all(len(set(row)) == 2 for row in routing.expert_ids.tolist())
+        moe.zero_grad()
+        y.square().sum().backward()
+        assert moe.router.weight.grad.ne(0).any()
+    assert torch.equal(moe(x, return_routing=True)[1].expert_ids, moestro.route(moe.router.logits(x), 2)[0])
+    with (
+        pytest.raises(ValueError, match="kind is 'best', expected one of uniform"),
+        moestro.forced_routing("best"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"round_to": 96}, "round_to is 96, expected a power of two"),
+        ({"round_to": 64, "rounding": "closest"}, "rounding is 'closest', expected one of nearest"),
+        ({"round_to": 64, "capacity_factor": 1.0}, "round_to is 64, expected None with capacity_factor"),
+        ({"capacity_factor": 0.0}, "capacity_factor is 0.0, expected a number above 0"),
+        ({"capacity_factor": float("nan")}, "capacity_factor is nan, expected"),
+        ({"drop": "random"}, "drop is 'random', expected one of score, token"),
+        ({"expert_choice": True, "selection_bias": True}, "expert_choice is True, expected no selection_bias"),
+        ({"jitter": 1.0}, "jitter is 1.0, expected at least 0 and below 1"),
+        ({"num_groups": 3}, "num_groups is 3, expected a divisor of 8"),
+        ({"num_groups": 4, "top_groups": 5}, "top_groups is 5, expected 1 to 4"),
+        ({"num_groups": 8, "top_groups": 2}, "num_groups is 8, expected groups of at least 2"),
+        ({"num_groups": 8, "top_groups": 1, "group_merit": "max"}, "top_k is 2, expected at most 1"),
+        ({"score": "identity"}, "weight_kind is 'renormalized', expected 'softmax' or 'sigmoid'"),
+        ({"weight_kind": "mean"}, "weight_kind is 'mean', expected one of scores"),
+        ({"top_p": 0.0}, "top_p is 0.0, expected above 0"),
+        ({"top_p": 0.5, "score": "sigmoid"}, "score is 'sigmoid', expected 'softmax' with top_p"),
+        ({"clip": -1.0}, "clip is -1.0, expected a limit above 0"),
+        ({"epsilon": -1.0}, "epsilon is -1.0, expected at least 0"),
+    ],
+)
+def test_wrong_configurations(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"Router: {message}"):
+        moestro.MoE(8, 4, 8, 2, **options)
