@@ -10,8 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moestro import functional
-from moestro.router import GROUP_MERITS, SCORES, WEIGHT_KINDS, Routing, route, route_weights
+from moestro import forced, functional, quota
+from moestro.balance import expert_counts
+from moestro.router import (
+    GROUP_MERITS,
+    SCORES,
+    WEIGHT_KINDS,
+    Routing,
+    route,
+    route_weights,
+    router_scores,
+)
 
 
 def _check_choice(owner: str, name: str, choice: str, choices: tuple[str, ...]) -> None:
@@ -57,12 +66,24 @@ class _Logits(torch.autograd.Function):
         return d_x, d_weight
 
 
+def _is_recomputing() -> bool:
+    """Inside autograd's backward, where activation checkpointing runs a forward a second time?"""
+    # A compiled graph is never run a second time: what it recomputes is chosen when it is made.
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 class Router(nn.Module):
     """x [T, d] to logits [T, E], expert ids [T, K] and weights [T, K]; float32 from the logits on,
     whatever autocast says (float64 for float64).
 
-    Parameters: weight [E, d], bias [E] or None. Buffer: selection_bias [E] or None, float32 whatever the
-    module is cast to, added to the scores for the choice only.
+    Parameters: weight [E, d], bias [E] or None, expert_scale [E] or None. Buffers: selection_bias [E] or None,
+    float32 whatever the module is cast to, added to the scores for the choice only; slot_counts [E] int64
+    beside it, what training forwards chose since the last `update_selection_bias`.
+
+    In training, x is multiplied by noise in [1 - jitter, 1 + jitter] before the logits (Switch Transformer).
+    With `capacity_factor`, pairs over an expert's capacity are dropped, see `moestro.limit_capacity`. With
+    `expert_choice`, the experts choose, `capacity_factor` (1 if None) times their share of the tokens each. With
+    `round_to`, counts become multiples of it in training; evaluation takes the plain choice.
     """
 
     def __init__(
@@ -83,6 +104,12 @@ class Router(nn.Module):
         num_groups: int = 1,
         top_groups: int = 1,
         group_merit: str = "top2",
+        jitter: float = 0.0,
+        capacity_factor: float | None = None,
+        drop: str = "score",
+        expert_choice: bool = False,
+        round_to: int | None = None,
+        rounding: str = "nearest",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -122,6 +149,21 @@ class Router(nn.Module):
             raise ValueError(f"Router: top_p is {top_p}, expected above 0 and at most 1")
         if top_p < 1 and score != "softmax":
             raise ValueError(f"Router: score is {score!r}, expected 'softmax' with top_p below 1")
+        if not 0 <= jitter < 1:
+            raise ValueError(f"Router: jitter is {jitter}, expected at least 0 and below 1")
+        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+            raise ValueError(f"Router: capacity_factor is {capacity_factor}, expected a number above 0")
+        _check_choice("Router", "drop", drop, quota.DROPS)
+        if round_to is not None:
+            quota.check_tile("Router", round_to, rounding)
+            if capacity_factor is not None or expert_choice:
+                raise ValueError(
+                    f"Router: round_to is {round_to}, expected None with capacity_factor or expert_choice"
+                )
+        if expert_choice and (selection_bias or num_groups != 1 or top_p != 1.0):
+            raise ValueError(
+                "Router: expert_choice is True, expected no selection_bias, groups or top_p beside it"
+            )
         if top_k == 1 and (weight_kind == "softmax" or (weight_kind == "renormalized" and epsilon == 0.0)):
             warnings.warn(
                 f"Router: with top_k=1 and weight_kind={weight_kind!r} every weight is the constant `scale`, so "
@@ -140,6 +182,12 @@ class Router(nn.Module):
         self.num_groups = num_groups
         self.top_groups = top_groups
         self.group_merit = group_merit
+        self.jitter = jitter
+        self.capacity_factor = capacity_factor
+        self.drop = drop
+        self.expert_choice = expert_choice
+        self.round_to = round_to
+        self.rounding = rounding
         self.weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
@@ -152,6 +200,11 @@ class Router(nn.Module):
             "selection_bias",
             torch.empty(num_experts, device=device, dtype=torch.float32) if selection_bias else None,
         )
+        self.register_buffer(
+            "slot_counts",
+            torch.empty(num_experts, device=device, dtype=torch.int64) if selection_bias else None,
+            persistent=False,
+        )
         self.reset_parameters()
 
     @torch.no_grad()
@@ -159,7 +212,7 @@ class Router(nn.Module):
         """Uniform within 1/sqrt(d), as torch's linears; biases 0, expert_scale 1."""
         bound = 1 / math.sqrt(self.d_model)
         self.weight.uniform_(-bound, bound)
-        for bias in (self.bias, self.selection_bias):
+        for bias in (self.bias, self.selection_bias, self.slot_counts):
             if bias is not None:
                 bias.zero_()
         if self.expert_scale is not None:
@@ -174,11 +227,24 @@ class Router(nn.Module):
                 logits = _Logits.apply(x, self.weight)
             return logits if self.bias is None else logits + self.bias.to(real)
 
-    def forward(self, x: Tensor, expert_ids: Tensor | None = None) -> Routing:
-        """With `expert_ids` [T, K] given (replay, hash routing) only the weights come from the logits."""
+    def forward(
+        self, x: Tensor, expert_ids: Tensor | None = None, token_mask: Tensor | None = None
+    ) -> Routing:
+        """With `expert_ids` [T, K] given (replay, hash routing) only the weights come from the logits. A token
+        where `token_mask` [T] is False is routed nowhere."""
+        if self.jitter > 0 and self.training:
+            x = x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
         logits = self.logits(x)
+        if expert_ids is None:
+            expert_ids = forced.forced_ids(x.shape[0], self.num_experts, self.top_k, x.device)
         if expert_ids is not None:
-            return Routing(logits, expert_ids, route_weights(logits, expert_ids, **self._weighting()))
+            routing = Routing(logits, expert_ids, route_weights(logits, expert_ids, **self._weighting()))
+            return _masked(routing, token_mask)
+        if self.expert_choice:
+            scores = router_scores(logits, self.score, self.clip)
+            factor = 1.0 if self.capacity_factor is None else self.capacity_factor
+            ids, offsets = quota.expert_choice(scores, self.top_k, factor, token_mask=token_mask)
+            return self._ragged(logits, ids, offsets, None)
         expert_ids, weights = route(
             logits,
             self.top_k,
@@ -189,7 +255,25 @@ class Router(nn.Module):
             top_groups=self.top_groups,
             group_merit=self.group_merit,
         )
-        return Routing(logits, expert_ids, weights)
+        routing = _masked(Routing(logits, expert_ids, weights), token_mask)
+        if self.slot_counts is not None and self.training and not _is_recomputing():
+            with torch.no_grad():
+                self.slot_counts += expert_counts(routing.expert_ids, self.num_experts)
+        if self.capacity_factor is not None:
+            scores = router_scores(logits.detach(), self.score, self.clip)
+            kept = quota.limit_capacity(routing.expert_ids, scores, self.capacity_factor, drop=self.drop)
+            return routing._replace(expert_ids=kept, chosen_ids=routing.expert_ids)
+        if self.round_to is not None and self.training:
+            scores = router_scores(logits.detach(), self.score, self.clip)
+            ids, offsets = quota.round_to_tiles(
+                routing.expert_ids, scores, self.round_to, self.rounding, token_mask=token_mask
+            )
+            return self._ragged(logits, ids, offsets, routing.expert_ids)
+        return routing
+
+    def _ragged(self, logits: Tensor, ids: Tensor, offsets: Tensor, chosen: Tensor | None) -> Routing:
+        weights = route_weights(logits, ids, token_offsets=offsets, **self._weighting())
+        return Routing(logits, ids, weights, offsets, chosen)
 
     def _weighting(self) -> dict[str, Any]:
         return {
@@ -202,15 +286,19 @@ class Router(nn.Module):
         }
 
     @torch.no_grad()
-    def update_selection_bias(self, counts: Tensor, rate: float = 1e-3) -> None:
+    def update_selection_bias(self, counts: Tensor | None = None, rate: float = 1e-3) -> None:
         """One step of balancing without an auxiliary loss (arXiv 2408.15664): an expert with fewer slots
         than the mean gains `rate`, one with more loses it.
 
-        counts: [E], from `expert_counts`, summed over micro-batches and ranks. Call it once a step, beside
-        the optimizer; forward never changes the bias, so recomputation counts nothing twice.
+        Call it once a step, beside the optimizer. counts: [E], summed over micro-batches and ranks; None takes
+        slot_counts, which training forwards fill (a forward that activation checkpointing repeats does not),
+        and starts them anew. `moestro.update_selection_biases` does all layers and ranks at once.
         """
         if self.selection_bias is None:
             raise ValueError("Router: update_selection_bias needs selection_bias=True")
+        if counts is None:
+            counts = self.slot_counts.clone()
+            self.slot_counts.zero_()
         counts = counts.to(torch.float32)
         self.selection_bias.add_(torch.sign(counts.mean() - counts), alpha=rate)
 
@@ -228,7 +316,43 @@ class Router(nn.Module):
             f"d_model={self.d_model}, num_experts={self.num_experts}, top_k={self.top_k}, score={self.score!r}, "
             f"weight_kind={self.weight_kind!r}, bias={self.bias is not None}, "
             f"selection_bias={self.selection_bias is not None}"
-        ) + _changed(self, epsilon=0.0, scale=1.0, clip=0.0, top_p=1.0, num_groups=1, top_groups=1)
+        ) + _changed(
+            self,
+            epsilon=0.0,
+            scale=1.0,
+            clip=0.0,
+            top_p=1.0,
+            num_groups=1,
+            top_groups=1,
+            jitter=0.0,
+            capacity_factor=None,
+            expert_choice=False,
+            round_to=None,
+        )
+
+
+def _masked(routing: Routing, token_mask: Tensor | None) -> Routing:
+    if token_mask is None:
+        return routing
+    return routing._replace(expert_ids=torch.where(token_mask.unsqueeze(-1), routing.expert_ids, -1))
+
+
+@torch.no_grad()
+def update_selection_biases(model: nn.Module, rate: float = 1e-3, *, group: Any = None) -> None:
+    """`Router.update_selection_bias` of every router in `model` that has a selection bias, from what their
+    training forwards counted; with torch.distributed running, one all-reduce over `group` for all layers.
+
+    Call it once for each optimizer step, after the last micro-batch.
+    """
+    routers = [m for m in model.modules() if isinstance(m, Router) and m.selection_bias is not None]
+    if not routers:
+        return
+    counts = torch.cat([router.slot_counts for router in routers])
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(counts, group=group)
+    for router, own in zip(routers, counts.split([router.num_experts for router in routers]), strict=True):
+        router.slot_counts.zero_()
+        router.update_selection_bias(own, rate)
 
 
 def expert_layout(
@@ -320,10 +444,15 @@ class Experts(nn.Module):
             if bias is not None:
                 bias.zero_()
 
-    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        return functional.experts(
+    def forward(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, token_offsets: Tensor | None = None
+    ) -> Tensor:
+        ragged = token_offsets is not None
+        run = functional.experts_ragged if ragged else functional.experts
+        return run(
             x,
             expert_ids,
+            *((token_offsets,) if ragged else ()),
             weights,
             self.w_up.transpose(1, 2) if self.transposed else self.w_up,
             self.w_down.transpose(1, 2) if self.transposed else self.w_down,
@@ -434,6 +563,7 @@ class MoE(nn.Module):
         score, weight_kind, epsilon, scale, clip, top_p, num_groups, top_groups, group_merit: as in
             `moestro.route`. expert_scale: each expert has a learned factor of its weights.
         selection_bias: balance without an auxiliary loss, see `Router.update_selection_bias`.
+        jitter, capacity_factor, drop, expert_choice, round_to, rounding: see `Router`.
         shared_d_ff: width of the shared expert; `shared_gate` scales it by a sigmoid.
         transposed: see `Experts`.
 
@@ -466,6 +596,12 @@ class MoE(nn.Module):
         num_groups: int = 1,
         top_groups: int = 1,
         group_merit: str = "top2",
+        jitter: float = 0.0,
+        capacity_factor: float | None = None,
+        drop: str = "score",
+        expert_choice: bool = False,
+        round_to: int | None = None,
+        rounding: str = "nearest",
         shared_d_ff: int | None = None,
         shared_gate: bool = False,
         transposed: bool = False,
@@ -476,6 +612,7 @@ class MoE(nn.Module):
         if shared_gate and shared_d_ff is None:
             raise ValueError("MoE: shared_gate is set, but there is no shared expert (shared_d_ff is None)")
         self.d_model = d_model
+        self.observer: Callable[[MoE, Routing], None] | None = None  # see moestro.monitor
         act: dict[str, Any] = {"activation": activation, "limit": limit, "alpha": alpha}
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.router = Router(
@@ -494,6 +631,12 @@ class MoE(nn.Module):
             num_groups=num_groups,
             top_groups=top_groups,
             group_merit=group_merit,
+            jitter=jitter,
+            capacity_factor=capacity_factor,
+            drop=drop,
+            expert_choice=expert_choice,
+            round_to=round_to,
+            rounding=rounding,
             **factory,
         )
         self.experts = Experts(
@@ -533,11 +676,18 @@ class MoE(nn.Module):
         if x.dim() < 2 or x.shape[-1] != self.d_model:
             raise ValueError(f"MoE: x is {list(x.shape)}, expected [..., {self.d_model}] (d_model)")
         tokens = x.flatten(0, -2)
-        routing = self.router(tokens, None if expert_ids is None else expert_ids.flatten(0, -2))
-        if token_mask is not None:
-            masked = torch.where(token_mask.flatten().unsqueeze(-1), routing.expert_ids, -1)
-            routing = routing._replace(expert_ids=masked)
-        y = self.experts(tokens, routing.expert_ids, routing.weights)
+        routing = self.router(
+            tokens,
+            None if expert_ids is None else expert_ids.flatten(0, -2),
+            None if token_mask is None else token_mask.flatten(),
+        )
+        if self.observer is not None and not _is_recomputing():
+            self.observer(self, routing)
+        slots = (routing.expert_ids, routing.weights)
+        if routing.token_offsets is None:
+            y = self.experts(tokens, *slots)
+        else:
+            y = self.experts(tokens, *slots, routing.token_offsets)
         if self.shared is not None:
             y = y + self.shared(tokens)
         y = y.view(x.shape)

@@ -14,12 +14,19 @@ GROUP_MERITS = ("max", "top2")
 
 
 class Routing(NamedTuple):
-    """Slots are [T, K], or a ragged list [S] where `token_offsets` is given (token rounding)."""
+    """What the experts get. Slots are [T, K], or a ragged list [S] where `token_offsets` is given (token
+    rounding, expert choice)."""
 
     logits: Tensor  # [T, E] float32
-    expert_ids: Tensor  # [T, K] int32; -1 at slots that are not routed
-    weights: Tensor  # [T, K] float32
+    expert_ids: Tensor  # [T, K] or [S] int32; -1 at slots that are not routed
+    weights: Tensor  # as expert_ids, float32
     token_offsets: Tensor | None = None  # [T+1] int32
+    chosen_ids: Tensor | None = None  # [T, K]: the choice, where a capacity or rounding changed it
+
+    @property
+    def choice(self) -> Tensor:
+        """The router's own choice [T, K], for losses and the bias update."""
+        return self.expert_ids if self.chosen_ids is None else self.chosen_ids
 
 
 def _float(logits: Tensor) -> Tensor:
@@ -28,7 +35,9 @@ def _float(logits: Tensor) -> Tensor:
 
 def router_scores(logits: Tensor, score: str = "softmax", clip: float = 0.0) -> Tensor:
     """p [T, E] of the logits, float32 (float64 for float64); a NaN logit counts as -infinity."""
-    logits = _float(logits).nan_to_num(nan=-torch.inf, posinf=torch.finfo(_float(logits).dtype).max, neginf=-torch.inf)
+    logits = _float(logits).nan_to_num(
+        nan=-torch.inf, posinf=torch.finfo(_float(logits).dtype).max, neginf=-torch.inf
+    )
     if clip > 0:
         logits = logits.clamp(-clip, clip)
     if score == "softmax":

@@ -176,11 +176,11 @@ Status router_forward(const RouterForwardArgs& given, const Context& ctx) {
     return Status::error(StatusCode::kInvalidArgument, "%s: K is %lld, expected 1 to E = %lld", kName,
                          static_cast<long long>(extents.top_k), static_cast<long long>(extents.num_experts));
   }
+  MOESTRO_RETURN_IF_ERROR(
+      check_router_config(kName, args.config, extents, args.ids_given ? 0 : extents.top_k));
   MOESTRO_RETURN_IF_ERROR(check_slots(kName, "weights", &args.weights, extents.real, args.token_offsets,
                                       extents.num_tokens, Access::kWrite));
   MOESTRO_RETURN_IF_ERROR(check_same_slots(kName, "weights", args.weights, args.expert_ids));
-  MOESTRO_RETURN_IF_ERROR(
-      check_router_config(kName, args.config, extents, args.ids_given ? 0 : extents.top_k));
   const Backend* backend = nullptr;
   MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
   return backend->router_forward(args, ctx);

@@ -56,7 +56,9 @@ def test_gradcheck(score: str, renormalize: bool) -> None:
     logits = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
 
     def weights(logits: Tensor) -> Tensor:
-        return moestro.route(logits, 3, score=score, weight_kind=KINDS[renormalize], epsilon=0.25, scale=1.5)[1]
+        return moestro.route(logits, 3, score=score, weight_kind=KINDS[renormalize], epsilon=0.25, scale=1.5)[
+            1
+        ]
 
     assert torch.autograd.gradcheck(weights, (logits,))
 
@@ -150,7 +152,9 @@ def test_weights_of_given_ids() -> None:
     for score in ("softmax", "sigmoid"):
         for renormalize in (False, True):
             ids, weights = moestro.route(logits, 3, score=score, weight_kind=KINDS[renormalize], scale=1.25)
-            again = moestro.route_weights(logits, ids, score=score, weight_kind=KINDS[renormalize], scale=1.25)
+            again = moestro.route_weights(
+                logits, ids, score=score, weight_kind=KINDS[renormalize], scale=1.25
+            )
             torch.testing.assert_close(again, weights)
             d_weights = torch.randn_like(weights)
             torch.testing.assert_close(
