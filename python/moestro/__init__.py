@@ -30,6 +30,7 @@ from moestro.module import (  # noqa: E402
     expert_layout,
     update_selection_biases,
 )
+from moestro.monitor import JsonlSink, Monitor, TensorBoardSink  # noqa: E402
 from moestro.presets import PRESETS, preset  # noqa: E402
 from moestro.quota import expert_choice, limit_capacity, round_to_tiles  # noqa: E402
 from moestro.router import Routing, route, route_weights, router_scores  # noqa: E402
@@ -40,12 +41,15 @@ __all__ = [
     "BUILD",
     "PRESETS",
     "DispatchIndex",
+    "JsonlSink",
     "LayerBytes",
     "Experts",
     "MoE",
+    "Monitor",
     "Router",
     "Routing",
     "SharedExpert",
+    "TensorBoardSink",
     "activation",
     "auxiliary_losses",
     "dispatch",

@@ -195,7 +195,10 @@ def test_forced_routing() -> None:
         ({"capacity_factor": 0.0}, "capacity_factor is 0.0, expected a number above 0"),
         ({"capacity_factor": float("nan")}, "capacity_factor is nan, expected"),
         ({"drop": "random"}, "drop is 'random', expected one of score, token"),
-        ({"expert_choice": True, "selection_bias": True}, "expert_choice is True, expected no selection_bias"),
+        (
+            {"expert_choice": True, "selection_bias": True},
+            "expert_choice is True, expected no selection_bias",
+        ),
         ({"jitter": 1.0}, "jitter is 1.0, expected at least 0 and below 1"),
         ({"num_groups": 3}, "num_groups is 3, expected a divisor of 8"),
         ({"num_groups": 4, "top_groups": 5}, "top_groups is 5, expected 1 to 4"),
