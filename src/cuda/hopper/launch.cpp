@@ -91,7 +91,8 @@ Status make_map(const char* name, void* data, DType dtype, const MapShape& shape
 
 Status make_rows_map(const char* name, const TensorView& rows, int planes, int box_rows, CUtensorMap* map) {
   const std::int64_t cols = rows.extent[1] / planes;
-  const std::int64_t stride = std::max(rows.stride[0], rows.extent[1]);  // one row may have any stride
+  // One row may have any stride.
+  const std::int64_t stride = rows.extent[0] > 1 ? rows.stride[0] : rows.extent[1];
   const MapShape shape{{cols, planes, rows.extent[0], 1},
                        {cols, stride, stride * rows.extent[0]},
                        {static_cast<int>(128 / dtype_bytes(rows.dtype)), 1, box_rows, 1}};
@@ -114,7 +115,7 @@ Status make_weight_map(const char* name, const TensorView& weight, int planes, G
   const bool interleaved = planes == 2 && layout == GateLayout::kInterleaved;
   const MapShape shape{{weight.extent[2], rows, planes, weight.extent[0]},
                        {interleaved ? 2 * stride : stride, interleaved ? stride : rows * stride,
-                        std::max(weight.stride[0], weight.extent[1] * stride)},
+                        weight.extent[0] > 1 ? weight.stride[0] : weight.extent[1] * stride},
                        {static_cast<int>(128 / dtype_bytes(weight.dtype)), box_rows, box_planes, 1}};
   return make_map(name, weight.data, weight.dtype, shape, map);
 }

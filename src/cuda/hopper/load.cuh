@@ -79,18 +79,18 @@ struct GatherTokens {
   static constexpr Major kMajor = Major::kMN;
   static constexpr int kTokensOfThread = 8;
   const Parameters& p;
-  unsigned tokens[kTokensOfThread];  ///< of the next k tile
+  unsigned tokens[kTokensOfThread] = {};  ///< of the next k tile
 
   explicit __device__ GatherTokens(const Parameters& parameters) : p(parameters) {}
   __device__ __forceinline__ void fetch(const Work& work, int k) {
 #pragma unroll
     for (int i = 0; i < kTokensOfThread; ++i) {
       const int row = min(k * 64 + static_cast<int>(threadIdx.x / 16) + 8 * i, work.rows - 1);
-      tokens[i] = static_cast<unsigned>(__ldg(p.row_token + work.row0 + max(row, 0)));
+      tokens[i] = static_cast<unsigned>(__ldg(p.row_token + work.row0 + row));
     }
   }
   __device__ __forceinline__ void begin(const Work& work) {
-    fetch(work, 0);
+    if (work.rows > 0) fetch(work, 0);  // without rows, row0 may be past the end of the index
   }
   __device__ __forceinline__ void issue(const Work& work, int k, std::uint32_t target, std::uint32_t) {
     const unsigned line = threadIdx.x / 16;  // line % 8 is the same for every i

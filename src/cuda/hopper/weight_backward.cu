@@ -64,6 +64,7 @@ const char* refuse_weight(const TensorView& source, const TensorView& rows, int 
     return "the gradient is in another dtype";
   if (source.extent[1] % 8 != 0) return "d is not a multiple of 8";
   if (rows.extent[1] / planes % 8 != 0) return "n is not a multiple of 8";
+  if (source.stride[0] >= std::int64_t{1} << 30) return "rows of x or d_y are too far apart";
   if (const char* reason = refuse_layout(source, "x or d_y is not in 16-byte steps")) return reason;
   if (const char* reason = refuse_layout(rows, "d_h or a_scaled is not in 16-byte steps")) return reason;
   return refuse_layout(d_weight, "the weight's gradient is transposed, or not in 16-byte steps");
