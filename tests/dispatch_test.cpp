@@ -10,7 +10,6 @@
 namespace moestro::test {
 namespace {
 
-
 class DispatchTest : public testing::TestWithParam<BackendUnderTest> {
  protected:
   /// CUDA has no dense map (BuilderThatIsNotThereIsRefused).
