@@ -151,19 +151,23 @@ def environment() -> dict[str, Any]:
     }
 
 
+def measure_bound(shape: Shape, repeats: int) -> dict[str, float]:
+    bound = CublasBound(shape)
+    return {
+        "forward": median_ms(bound.forward, warm_up=4, repeats=repeats),
+        "both": median_ms(bound.forward_backward, warm_up=4, repeats=repeats),
+    }
+
+
 def run_shape(
     name: str, shape: Shape, arguments: argparse.Namespace, common: dict[str, Any]
 ) -> list[dict[str, Any]]:
+    """Rows of one shape. The bound is timed before and after the peers, and its mean counts: the card slows
+    down as it warms, so a bound timed once, first, would be better than anything after it."""
     rows: list[dict[str, Any]] = []
     base = {"shape": name, **shape._asdict(), "dtype": "bf16", "skew": arguments.skew, **common}
 
-    bound = CublasBound(shape)
-    bound_forward = median_ms(bound.forward, warm_up=4, repeats=arguments.repeats)
-    bound_both = median_ms(bound.forward_backward, warm_up=4, repeats=arguments.repeats)
-    del bound
-    rows.append(
-        {**base, "peer": "cublas-bound", "forward_graph_ms": bound_forward, "both_graph_ms": bound_both}
-    )
+    first = measure_bound(shape, arguments.repeats)
     problem = make_problem(shape, skew=arguments.skew)
     for peer_name in arguments.peer:
         gc.collect()
@@ -179,14 +183,24 @@ def run_shape(
             row["skipped"] = f"out of memory: {str(error).splitlines()[0]}"
         peer = None
         clear_problem(problem)
+        rows.append(row)
+    del problem
+    torch.cuda.empty_cache()
+    last = measure_bound(shape, arguments.repeats)
+    bound = {which: (first[which] + last[which]) / 2 for which in first}
+    for row in rows:
         for which, flop in (("forward", shape.forward_flop), ("both", 3 * shape.forward_flop)):
-            bound_ms = bound_forward if which == "forward" else bound_both
             for mode in ("eager", "graph"):
                 if f"{which}_{mode}_ms" in row:
                     row[f"{which}_{mode}_tflops"] = flop / row[f"{which}_{mode}_ms"] / 1e9
-                    row[f"{which}_{mode}_share"] = bound_ms / row[f"{which}_{mode}_ms"]
-        rows.append(row)
-    return rows
+                    row[f"{which}_{mode}_share"] = bound[which] / row[f"{which}_{mode}_ms"]
+    bound_row = {**base, "peer": "cublas-bound", "first_ms": first, "last_ms": last}
+    for which in bound:
+        bound_row[f"{which}_graph_ms"] = bound[which]
+        bound_row[f"{which}_graph_tflops"] = (
+            shape.forward_flop * (1 if which == "forward" else 3) / bound[which] / 1e9
+        )
+    return [bound_row, *rows]
 
 
 def clear_problem(problem: Problem) -> None:
