@@ -302,15 +302,34 @@ def test_the_eager_loop_keeps_more_than_the_conventional_way():
     assert got["measured"]["eager loop"] > got["planned"]["conventional"]
 
 
+def test_token_rounding_is_for_training_only():
+    model = LanguageModel(dataclasses.replace(SMALL, round_to=8))
+    batch = torch.randint(0, 256, (SMALL.batch_size, SMALL.seq_len + 1))
+    model.loss(batch)
+    layers = model.moe_layers
+    assert all(layer.counts.remainder(8).eq(0).all() for layer in layers)
+    assert sum(layer.rounded_pairs for layer in layers) > 0
+    loss = model.eval().loss(batch)
+    assert all(layer.rounded_pairs == 0 for layer in layers)
+    plain = LanguageModel(SMALL)
+    assert torch.equal(plain.loss(batch), loss)
+    for wrong, sentence in (
+        ({"round_to": 24}, "a power of two"),
+        ({"round_to": 8, "experts_backend": "eager"}, "expected 0"),
+    ):
+        with pytest.raises(TrainError, match=f"--round-to: .*{sentence}"):
+            settings.check(dataclasses.replace(SMALL, **wrong))
+
+
 def test_a_window_of_metrics_survives_its_state():
     window = metrics.Window(2, 3, torch.device("cpu"))
     counts = torch.tensor([[1, 2, 3], [6, 0, 0]])
     values = [torch.tensor(float(i)) for i in range(4)]
-    window.add(*values, counts)
+    window.add(*values, counts, torch.tensor(3))
     other = metrics.Window(2, 3, torch.device("cpu"))
     other.restore(window.state())
     for each in (window, other):
-        each.add(*(2 * value for value in values), counts)
+        each.add(*(2 * value for value in values), counts, torch.tensor(4))
     row = window.take()
     assert row == other.take()
     assert (row["loss"], row["grad_norm"]) == (0.0, 4.5) and row["expert_load"] == [[2, 4, 6], [12, 0, 0]]

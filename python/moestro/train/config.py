@@ -80,6 +80,13 @@ class TrainConfig:
         resumable=True,
     )
 
+    round_to: int = _setting(
+        0, "model", "token rounding: experts' counts in training as multiples of this; 0: off", low=0
+    )
+    rounding: str = _setting(
+        "nearest", "model", "how counts are rounded", choices=("nearest", "up", "down", "stochastic", "score")
+    )
+
     data: tuple[str, ...] = _setting(
         (), "data", "files, folders or token files (.bin, .npy); none: the Python standard library's sources"
     )
@@ -295,6 +302,12 @@ def check(config: TrainConfig) -> None:
         )
     if config.top_k > config.num_experts:
         raise TrainError(f"--top-k: expected at most --num-experts {config.num_experts}, got {config.top_k}")
+    if config.round_to & (config.round_to - 1):
+        raise TrainError(f"--round-to: expected a power of two, or 0 for none, got {config.round_to}")
+    if config.round_to and config.experts_backend != "moestro":
+        raise TrainError(
+            f"--round-to: expected 0 with --experts-backend {config.experts_backend}, got {config.round_to}"
+        )
     if config.dense_layers >= config.num_layers:
         raise TrainError(
             f"--dense-layers: expected fewer than --num-layers {config.num_layers}, got {config.dense_layers}"

@@ -57,7 +57,10 @@ def compare(config: TrainConfig, model: LanguageModel, device: torch.device) -> 
     num_tokens, block = config.batch_size * config.seq_len, model.moe_layers[0]
     generator = torch.Generator().manual_seed(config.seed)
     x = torch.randn(num_tokens, config.d_model, generator=generator).to(device).requires_grad_()
-    _, expert_ids, weights = block.router(x)
+    # Plain top-K, whatever rounding the run trains with.
+    routing = block.router.eval()(x)
+    block.router.train()
+    expert_ids, weights = routing.expert_ids, routing.weights
     # A copy in the type of the computation, so that autocast's copies of the weights are not counted.
     experts = copy.deepcopy(block.experts).to(DTYPES[config.dtype])
     x = x.detach().to(DTYPES[config.dtype]).requires_grad_()

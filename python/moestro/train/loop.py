@@ -123,6 +123,7 @@ class Trainer:
             group["lr"] = rate
         totals = torch.zeros(3, device=self.device)  # loss, balance, z
         counts = torch.zeros_like(self.window.counts)
+        rounded = torch.zeros_like(self.window.rounded)
         for _ in range(c.grad_accum):
             batch = self.to_device(self.batches.next())
             with self.autocast():
@@ -133,11 +134,12 @@ class Trainer:
             ((loss + auxiliary) / c.grad_accum).backward()
             totals += torch.stack([loss, balance, z]).detach() / c.grad_accum
             counts += torch.stack([layer.counts for layer in layers])
+            rounded += torch.stack([layer.rounded_pairs for layer in layers]).sum()
         # An infinite bound leaves the gradients as they are and still gives their norm.
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.clip or math.inf)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.window.add(*totals.unbind(), norm, counts)
+        self.window.add(*totals.unbind(), norm, counts, rounded)
         self.step += 1
 
     def to_device(self, batch: Tensor) -> Tensor:
@@ -149,6 +151,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Validation loss in nats a token, bits and perplexity a byte (or token), beside the unigram model's bits."""
         self.clock.enabled = False
+        self.model.eval()
         nats, tokens, units = 0.0, 0, 0
         for batch in self.val_batches:
             with self.autocast():
@@ -156,6 +159,7 @@ class Trainer:
             count = batch[:, 1:].numel()
             nats, tokens = nats + loss.item() * count, tokens + count
             units += data.num_units(batch[:, 1:], self.corpus.unit)
+        self.model.train()
         self.clock.enabled = True
         bits = nats / math.log(2) / max(1, units)
         return {
@@ -236,7 +240,6 @@ class Trainer:
             experts_s=spent.experts / spent.steps,
             tflops=tflops,
             dropped_pairs=0,
-            rounded_pairs=0,
             **memory,
         )
         text = (
@@ -282,7 +285,9 @@ class Trainer:
         c = self.config
         prompt = c.prompt if self.corpus.unit == "byte" else " ".join(map(str, self.corpus.val[:8]))
         self.clock.enabled = False
+        self.model.eval()
         text = generate_text(self.model, self.corpus.unit, prompt, c.sample_tokens, seed=c.seed)
+        self.model.train()
         self.clock.enabled = True
         return text
 

@@ -74,19 +74,25 @@ class Window:
         # loss, balance, z, gradient norm: f64, so that a mean over the window is a plain sum.
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
         self.counts = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
+        self.rounded = torch.zeros((), dtype=torch.int64, device=device)
         self.steps = 0
 
-    def add(self, loss: Tensor, balance: Tensor, z: Tensor, grad_norm: Tensor, counts: Tensor) -> None:
+    def add(
+        self, loss: Tensor, balance: Tensor, z: Tensor, grad_norm: Tensor, counts: Tensor, rounded: Tensor
+    ) -> None:
         self.sums += torch.stack([loss, balance, z, grad_norm]).double()
         self.counts += counts
+        self.rounded += rounded
         self.steps += 1
 
     def take(self) -> dict[str, Any]:
         """The means and the counts [layers][E] of the window, which then starts anew."""
         loss, balance, z, grad_norm = (self.sums / self.steps).tolist()
         counts = self.counts.tolist()
+        rounded = self.rounded.item()
         self.sums.zero_()
         self.counts.zero_()
+        self.rounded.zero_()
         self.steps = 0
         return {
             "loss": loss,
@@ -94,14 +100,21 @@ class Window:
             "z_loss": z,
             "grad_norm": grad_norm,
             "expert_load": counts,
+            "rounded_pairs": rounded,
         }
 
     def state(self) -> dict[str, Any]:
-        return {"sums": self.sums.cpu(), "counts": self.counts.cpu(), "steps": self.steps}
+        return {
+            "sums": self.sums.cpu(),
+            "counts": self.counts.cpu(),
+            "rounded": self.rounded.cpu(),
+            "steps": self.steps,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.sums.copy_(state["sums"])
         self.counts.copy_(state["counts"])
+        self.rounded.copy_(state["rounded"])
         self.steps = state["steps"]
 
 

@@ -14,7 +14,7 @@ from moestro.train.config import TrainConfig
 
 
 class MoEBlock(moestro.MoE):
-    """moestro.MoE that keeps the counts [E] and the auxiliary losses of its last call beside the output."""
+    """moestro.MoE that keeps the counts [E], the pairs that rounding changed and the auxiliary losses of its last call beside the output."""
 
     def __init__(self, config: TrainConfig):
         super().__init__(
@@ -25,6 +25,8 @@ class MoEBlock(moestro.MoE):
             save=config.save,
             # With one expert a token, renormalised weights would be 1 and teach the router nothing.
             weight_kind="renormalized" if config.top_k > 1 else "scores",
+            round_to=config.round_to or None,
+            rounding=config.rounding,
         )
         if config.experts_backend == "eager":
             self.experts = EagerExperts(config.d_model, config.d_ff, config.num_experts)
@@ -33,8 +35,13 @@ class MoEBlock(moestro.MoE):
         """x [..., d] -> y [..., d]."""
         y, routing = super().forward(x, return_routing=True)
         self.counts = moestro.expert_counts(routing.expert_ids, self.router.num_experts)
-        self.balance_loss = moestro.load_balance_loss(routing.logits, routing.expert_ids)
-        self.z_loss = moestro.z_loss(routing.logits)
+        if routing.chosen_ids is None:
+            self.rounded_pairs = self.counts.new_zeros(())
+        else:
+            # An expert either drops pairs or takes some in addition.
+            chosen = moestro.expert_counts(routing.chosen_ids, self.router.num_experts)
+            self.rounded_pairs = (self.counts - chosen).abs().sum()
+        self.balance_loss, self.z_loss = moestro.auxiliary_losses(routing.logits, routing.choice)
         return y
 
 

@@ -33,7 +33,7 @@ def write_report(folder: Path) -> Path:
     if train:
         plots.append(("Loss", _loss_text(run, evals), _plot_loss(folder, run, train, evals)))
         plots.append(("Load of the experts", _load_text(train), _plot_load(folder, train)))
-        plots.append(("Pairs dropped or rounded away", _dropped_text(train), _plot_dropped(folder, train)))
+        plots.append(("Pairs dropped or rounded", _dropped_text(train), _plot_dropped(folder, train)))
     if "memory" in by_kind:
         kept = by_kind["memory"][-1]
         plots.append(("Memory kept for backward", _memory_text(kept), _plot_memory(folder, kept)))
@@ -145,7 +145,7 @@ def _plot_dropped(folder: Path, train: list[Row]) -> Path:
     figure = _figure(9, 2.6)
     axes = figure.subplots()
     steps, highest = [row["step"] for row in train], 1.0
-    for key, label, line in (("dropped_pairs", "dropped", "-"), ("rounded_pairs", "rounded away", "--")):
+    for key, label, line in (("dropped_pairs", "dropped", "-"), ("rounded_pairs", "rounded", "--")):
         share = [100 * row[key] / max(1, row[key] + sum(map(sum, row["expert_load"]))) for row in train]
         axes.plot(steps, share, label=label, linewidth=1.8, linestyle=line, clip_on=False, zorder=3)
         highest = max(highest, 1.1 * max(share))
@@ -204,7 +204,7 @@ def _dropped_text(train: list[Row]) -> str:
             "None: plain top-K routing has no capacity limit and does not round counts to tiles, so every "
             "(token, expert) pair is computed."
         )
-    return f"{dropped:,} pairs dropped and {rounded:,} rounded away in all logged steps."
+    return f"{dropped:,} pairs dropped and {rounded:,} rounded (dropped or added to fill whole tiles) in all logged steps."
 
 
 def _memory_text(kept: Row) -> str:
