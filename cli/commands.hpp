@@ -19,5 +19,6 @@ void add_info(CLI::App& app, Command* selected);
 void add_verify(CLI::App& app, Command* selected);
 void add_bench(CLI::App& app, Command* selected);
 void add_plan(CLI::App& app, Command* selected);
+void add_route(CLI::App& app, Command* selected);
 
 }  // namespace moestro::cli

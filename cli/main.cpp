@@ -1,4 +1,4 @@
-// moestro info | verify | bench | plan
+// moestro info | verify | bench | plan | route
 #include <fmt/format.h>
 
 #include <cstdio>
@@ -24,6 +24,7 @@ int main(int argc, char** argv) {
   add_verify(app, &command);
   add_bench(app, &command);
   add_plan(app, &command);
+  add_route(app, &command);
   if (argc == 1) {
     fmt::print(stderr, "{}", app.help());
     return kExitUsage;

@@ -30,7 +30,11 @@ TEST_P(BadInputTest, IsOneSentence) {
 INSTANTIATE_TEST_SUITE_P(
     Table, BadInputTest,
     testing::Values(
-        BadInput{"NoSuchCommand", "trian", "'trian' is none of the commands: info, verify, bench, plan"},
+        BadInput{"NoSuchCommand", "trian",
+                 "'trian' is none of the commands: info, verify, bench, plan, route"},
+        BadInput{"RouteWithoutFile", "route", "FILE is required"},
+        BadInput{"RouteNoSuchFile", "route no/such.npy", "cannot read 'no/such.npy'"},
+        BadInput{"RouteOtherFile", "route ids.csv", "FILE is 'ids.csv', expected a .npy file"},
         BadInput{"NoSuchOption", "plan --tokenz 3", "--tokenz"},
         BadInput{"ShapeNotNumbers", "verify --shape 1,2,x,4,5", "--shape: '1,2,x,4,5' is not T,d,n,E,K"},
         BadInput{"ShapeEmpty", "verify --shape ''", "--shape"},

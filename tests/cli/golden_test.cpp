@@ -28,7 +28,7 @@ std::vector<std::string> keys_of(const Json& object) {
 }
 
 TEST(Golden, Help) {
-  for (const char* command : {"", "info", "verify", "bench", "plan"}) {
+  for (const char* command : {"", "info", "verify", "bench", "plan", "route"}) {
     const ToolResult result = run_tool(std::string(command) + " --help");
     EXPECT_EQ(result.exit_code, 0);
     EXPECT_EQ(result.err, "");
@@ -43,6 +43,47 @@ TEST(Golden, Plan) {
       run_tool("plan --shape 32768,2048,768,128,8 --layers 48 --budget 60GiB --backend reference");
   EXPECT_EQ(result.exit_code, 0) << result.err;
   expect_golden("plan_shape", result.out);
+}
+
+std::string npy(const std::string& type, const std::string& shape, const std::string& data) {
+  std::string header = "{'descr': '" + type + "', 'fortran_order': False, 'shape': (" + shape + "), }";
+  header.resize(118, ' ');
+  return std::string("\x93NUMPY\x01\x00\x76\x00", 10) + header + data;
+}
+
+TEST(Golden, Route) {
+  std::string lines;
+  for (int t = 0; t < 300; ++t) lines += t % 3 == 0 ? "[0, 1]\n" : t % 3 == 1 ? "[0, 3, 2]\n" : "[0, -1]\n";
+  const std::string file = temporary_file("ids.jsonl", lines);
+  const ToolResult result = run_tool("route --experts 5 " + file);
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  expect_golden("route", result.out);
+  const Json root = Json::parse(run_tool("route --experts 5 --json " + file).out);
+  EXPECT_EQ(root["rows"], (std::vector<int>{300, 100, 100, 100, 0}));
+  EXPECT_EQ(root["sentinels"], 100);
+  EXPECT_EQ(root["tiles"][1]["tiles"], 6);
+  EXPECT_EQ(root["tiles"][1]["nearest"]["added"], 84);    // 3 times 28
+  EXPECT_EQ(root["tiles"][1]["nearest"]["dropped"], 44);  // 300 to 256: 384 is more than there are tokens
+}
+
+TEST(Golden, RouteReadsNumPy) {
+  const std::string ids("\x00\x00\x02\x00\x02\x00\xff\xff", 8);  // 0 2, 2 -1
+  const std::string file = temporary_file("ids.npy", npy("<i2", "2, 2", ids));
+  const Json root = Json::parse(run_tool("route --json " + file).out);
+  EXPECT_EQ(root["tokens"], 2);
+  EXPECT_EQ(root["rows"], (std::vector<int>{1, 0, 2}));
+  for (const auto& [content, sentence] :
+       {std::pair{npy("<f4", "2, 2", std::string(16, ' ')), "is of type '<f4', expected integers"},
+        std::pair{npy("<i2", "2, 3", ids), "ends before its last id"},
+        std::pair{npy("<i2", "4,", ids), "holds no integers of shape [T, K]"},
+        std::pair{std::string("\x93NUMPY\x01\x00\xff\xff", 10), "ends within its header"},
+        std::pair{std::string("NUMPY"), "is not a .npy file"}}) {
+    const ToolResult result = run_tool("route " + temporary_file("bad.npy", content));
+    EXPECT_EQ(result.exit_code, 2);
+    EXPECT_NE(result.err.find(sentence), std::string::npos) << result.err;
+  }
+  const ToolResult result = run_tool("route " + temporary_file("bad.jsonl", "[1, 2]\n[1.5]\n"));
+  EXPECT_NE(result.err.find("line 2 of"), std::string::npos) << result.err;
 }
 
 TEST(Golden, PlanUngatedBefore) {
