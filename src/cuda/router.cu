@@ -490,6 +490,7 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
   load_logits(row, first, p.num_experts, p.vector, logit);
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) logit[i] = router_math::clipped(logit[i], p.config.clip);
+  // From here on clip is 0: a NaN, now -infinity, would be cut to -clip the second time.
   float largest = 0.0F;
   float total = 1.0F;
   // Renormalised without epsilon, the total cancels.
@@ -522,7 +523,7 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     for (int i = 0; i < kPerLane; ++i) {
       value[i] = negative_infinity();
       if (first + i < p.num_experts) {
-        value[i] = score_at(p.config, logit[i], largest, total);
+        value[i] = router_math::score_of(p.config.score, router_math::sound(logit[i], 0.0F), largest, total);
         if (kBiased) value[i] += p.selection_bias[first + i];
         if (value[i] != value[i]) value[i] = negative_infinity();
       }
@@ -565,12 +566,13 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
   int expert = owns_slot ? Keys::expert(mine) : -1;
   float chosen_logit = 0.0F;
   if (owns_slot) {
-    chosen_logit = kBiased ? to_float(row[expert]) : Keys::value(mine);
-    chosen_logit = router_math::sound(chosen_logit, p.config.clip);
+    chosen_logit = kBiased ? router_math::clipped(to_float(row[expert]), p.config.clip) : Keys::value(mine);
+    chosen_logit = router_math::sound(chosen_logit, 0.0F);
   }
   if (nucleus) {
     // Mass of the choices before this one.
-    const float score = owns_slot ? score_at(p.config, chosen_logit, largest, total) : 0.0F;
+    const float score =
+        owns_slot ? router_math::score_of(p.config.score, chosen_logit, largest, total) : 0.0F;
     float before = 0.0F;
     for (int k = 0; k < p.top_k; ++k) {
       const float other = __shfl_sync(kFullWarp, score, k);
