@@ -8,6 +8,7 @@
 #include "moestro/context.hpp"
 #include "moestro/dispatch.hpp"
 #include "moestro/down.hpp"
+#include "moestro/rounding.hpp"
 #include "moestro/router.hpp"
 #include "moestro/status.hpp"
 #include "moestro/up.hpp"
@@ -18,6 +19,7 @@ struct Backend {
   const char* name;
   Status (*router_forward)(const RouterForwardArgs&, const Context&);
   Status (*router_backward)(const RouterBackwardArgs&, const Context&);
+  Status (*round_tokens)(const RoundingArgs&, const Context&);
   Status (*dispatch_forward)(const DispatchArgs&, const Context&);
   Status (*dispatch_row_weights)(const RowWeightsArgs&, const Context&);
   Status (*up_forward)(const UpForwardArgs&, const Context&);
@@ -31,6 +33,8 @@ struct Backend {
   Status (*combine_forward)(const CombineArgs&, const Context&);
   Status (*combine_backward)(const CombineArgs&, const Context&);
 
+  /// Private scratch (ctx.workspace) that round_tokens takes.
+  std::size_t (*rounding_workspace_bytes)(std::int64_t num_tokens, std::int64_t num_experts, const Context&);
   /// Private scratch (ctx.workspace) that dispatch_forward takes.
   std::size_t (*dispatch_workspace_bytes)(std::int64_t num_tokens, std::int64_t num_slots,
                                           std::int64_t num_experts, const Context&);

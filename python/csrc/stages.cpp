@@ -10,6 +10,7 @@
 #include "moestro/activation.hpp"
 #include "moestro/backend.hpp"
 #include "moestro/dispatch.hpp"
+#include "moestro/rounding.hpp"
 #include "moestro/router.hpp"
 
 namespace moestro::bridge {
@@ -222,6 +223,38 @@ std::tuple<Tensor, Tensor> route_backward_autograd(const Tensor& d_weights, cons
                                         MOESTRO_ROUTER_ARGUMENTS);
 }
 
+/// Ragged ids and token offsets of rounded counts.
+std::tuple<Tensor, Tensor> round_tokens(const Tensor& expert_ids, const Tensor& scores,
+                                        const OptionalTensor& draws, std::int64_t tile,
+                                        std::string_view rounding) {
+  const char* op = "round_to_tiles";
+  check_rank(scores, 2, op, "scores", "[T, E]");
+  check_rank(expert_ids, 2, op, "expert_ids", "[T, K]");
+  check_device(scores, expert_ids, op, "scores", "expert_ids");
+  if (draws) check_device(*draws, expert_ids, op, "draws", "expert_ids");
+  const c10::OptionalDeviceGuard guard(scores.device());
+  const Tensor rows = with_unit_inner_stride(scores);
+  const Tensor ids = integer_tensor(expert_ids, op, "expert_ids").to(at::kInt);
+  RoundingArgs args;
+  args.expert_ids = view(ids, op, "expert_ids");
+  args.scores = view(rows, op, "scores");
+  args.draws = view(draws, op, "draws");
+  args.tile = tile;
+  args.rounding = parse<Rounding>(rounding, op, "rounding");
+  TORCH_CHECK_VALUE(tile >= 1 && tile <= 1 << 20, op, ": tile is ", tile,
+                    ", expected a power of two up to 2^20");
+  const std::int64_t slots = rounded_slots(scores.size(0), ids.size(1), scores.size(1), tile, args.rounding);
+  const Tensor rounded_ids = at::empty({slots}, ids.options());
+  const Tensor token_offsets = at::empty({scores.size(0) + 1}, ids.options());
+  args.rounded_ids = view(rounded_ids, op, "rounded_ids");
+  args.token_offsets = view(token_offsets, op, "token_offsets");
+  Context context = context_for(scores.device());
+  const Workspace workspace(rounding_workspace_bytes(scores.size(0), scores.size(1), context),
+                            scores.device(), &context);
+  check(moestro::round_tokens(args, context));
+  return {rounded_ids, token_offsets};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch(const Tensor& expert_ids, std::int64_t num_experts,
                                                     const OptionalTensor& token_offsets,
                                                     std::string_view builder) {
@@ -420,6 +453,9 @@ TORCH_LIBRARY(moestro, library) {
       "route_backward(Tensor d_weights, Tensor logits, Tensor expert_ids, Tensor? expert_scale=None, "
       "Tensor? token_offsets=None, *, " MOESTRO_ROUTER_SCHEMA ") -> (Tensor, Tensor)");
   library.def(
+      "round_tokens(Tensor expert_ids, Tensor scores, Tensor? draws=None, *, int tile=128, "
+      "str rounding='nearest') -> (Tensor, Tensor)");
+  library.def(
       "dispatch(Tensor expert_ids, int num_experts, *, Tensor? token_offsets=None, str builder='auto') -> "
       "(Tensor, Tensor, Tensor, Tensor)");
   library.def(
@@ -437,6 +473,7 @@ TORCH_LIBRARY(moestro, library) {
 TORCH_LIBRARY_IMPL(moestro, CPU, library) {
   library.impl("route", &route);
   library.impl("route_backward", &route_backward);
+  library.impl("round_tokens", &round_tokens);
   library.impl("dispatch", &dispatch);
   library.impl("activation", &activation);
   library.impl("activation_backward", &activation_backward);
@@ -444,6 +481,7 @@ TORCH_LIBRARY_IMPL(moestro, CPU, library) {
 TORCH_LIBRARY_IMPL(moestro, CUDA, library) {
   library.impl("route", &route);
   library.impl("route_backward", &route_backward);
+  library.impl("round_tokens", &round_tokens);
   library.impl("dispatch", &dispatch);
   library.impl("activation", &activation);
   library.impl("activation_backward", &activation_backward);

@@ -163,6 +163,24 @@ def _route_backward(
     return logits.new_empty(logits.shape), d_scale
 
 
+@torch.library.register_fake("moestro::round_tokens")
+def _round_tokens(
+    expert_ids: Tensor,
+    scores: Tensor,
+    draws: Tensor | None = None,
+    *,
+    tile: int = 128,
+    rounding: str = "nearest",
+) -> tuple[Tensor, Tensor]:
+    num_tokens, num_experts = scores.shape
+    slots = num_tokens * expert_ids.shape[1] + (0 if rounding == "down" else num_experts * (tile - 1))
+    slots = torch.sym_min(slots, num_tokens * num_experts)
+    return (
+        expert_ids.new_empty((slots,), dtype=torch.int32),
+        expert_ids.new_empty((num_tokens + 1,), dtype=torch.int32),
+    )
+
+
 @torch.library.register_fake("moestro::dispatch")
 def _dispatch(
     expert_ids: Tensor, num_experts: int, *, token_offsets: Tensor | None = None, builder: str = "auto"

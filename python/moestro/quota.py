@@ -1,8 +1,9 @@
 """Routings whose experts have quotas: capacity limits, expert choice, and counts rounded to whole tiles.
 
-All of it is one selection: an expert keeps, or takes in addition, the tokens that score highest with it. The
-selection finds each expert's threshold by bisection over the scores' bits, 32 counting passes and no sort;
-ties go to the earlier token. Nothing here waits for the device, so all sizes follow from shapes.
+An expert keeps, or takes in addition, the tokens that score highest with it. Rounding is an operator of the library;
+capacity and expert choice are torch operations that find each expert's threshold by bisection over the scores'
+bits, 32 counting passes and no sort. Ties go to the earlier token. Nothing here waits for the device, so all
+sizes follow from shapes.
 """
 
 import math
@@ -114,24 +115,6 @@ def check_tile(owner: str, tile: int, rounding: str) -> None:
         raise ValueError(f"{owner}: rounding is {rounding!r}, expected one of {', '.join(ROUNDINGS)}")
 
 
-def rounded_counts(counts: Tensor, tile: int, rounding: str, num_tokens: Tensor | int) -> Tensor:
-    """counts [E] as multiples of `tile`; never more than num_tokens, so an expert that has nearly all of them
-    is rounded down. "nearest" rounds halves up; "stochastic" rounds up with the probability that keeps the
-    expected count."""
-    down = counts // tile * tile
-    rest = counts - down
-    if rounding == "down":
-        return down
-    if rounding == "up":
-        goes_up = rest > 0
-    elif rounding == "nearest":
-        goes_up = 2 * rest >= tile
-    else:
-        goes_up = torch.rand(counts.shape, device=counts.device) * tile < rest
-    goes_up = goes_up & (down + tile <= num_tokens)
-    return torch.where(goes_up, down + tile, down)
-
-
 def round_to_tiles(
     expert_ids: Tensor,
     scores: Tensor,
@@ -157,31 +140,8 @@ def round_to_tiles(
         S = T*K + E*(tile-1) whatever the routing ("down": T*K), and ids past the last token's are -1.
     """
     check_tile("round_to_tiles", tile, rounding)
-    num_tokens, num_experts = scores.shape
-    chosen = _chosen(expert_ids, num_experts)
-    available = ~chosen
-    total: Tensor | int = num_tokens
+    scores = scores.detach().float()
     if token_mask is not None:
-        available = available & token_mask
-        total = token_mask.sum()
-    keys = _ordered_bits(scores)
-    counts = chosen.sum(1)
-
-    def members(targets: Tensor) -> Tensor:
-        shrinks = targets < counts
-        # One selection: the kept of the experts that shrink, the added of those that grow.
-        eligible = torch.where(shrinks.unsqueeze(1), chosen, available)
-        selected = _select_top(keys, eligible, torch.where(shrinks, targets, targets - counts))
-        return torch.where(shrinks.unsqueeze(1), selected, chosen | selected)
-
-    if rounding == "score":
-        down = members(rounded_counts(counts, tile, "down", total))
-        up = members(rounded_counts(counts, tile, "up", total))
-        by_expert = scores.detach().t().float()
-        lost = torch.where(chosen & ~down, by_expert, 0.0).sum(1)
-        gained = torch.where(up & ~chosen, by_expert, 0.0).sum(1)
-        rounded = torch.where((gained <= lost).unsqueeze(1), up, down)
-    else:
-        rounded = members(rounded_counts(counts, tile, rounding, total))
-    extra = 0 if rounding == "down" else num_experts * (tile - 1)
-    return _ragged(rounded, min(num_tokens * expert_ids.shape[1] + extra, num_tokens * num_experts))
+        scores = torch.where(token_mask.unsqueeze(-1), scores, torch.nan)
+    draws = torch.rand(scores.shape[1], device=scores.device) if rounding == "stochastic" else None
+    return torch.ops.moestro.round_tokens(expert_ids, scores, draws, tile=tile, rounding=rounding)

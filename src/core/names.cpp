@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "moestro/config.hpp"
+#include "moestro/rounding.hpp"
 #include "moestro/router.hpp"
 
 namespace moestro {
@@ -62,6 +63,11 @@ constexpr Name<GroupMerit> kGroupMeritNames[] = {
     {GroupMerit::kTopTwo, "top2"},
 };
 
+constexpr Name<Rounding> kRoundingNames[] = {
+    {Rounding::kNearest, "nearest"},       {Rounding::kUp, "up"},       {Rounding::kDown, "down"},
+    {Rounding::kStochastic, "stochastic"}, {Rounding::kScore, "score"},
+};
+
 template <typename Enum, std::size_t kCount>
 const char* name_in(const Name<Enum> (&names)[kCount], Enum value) {
   for (const Name<Enum>& name : names) {
@@ -104,6 +110,9 @@ const char* name_of(WeightKind kind) {
 const char* name_of(GroupMerit merit) {
   return name_in(kGroupMeritNames, merit);
 }
+const char* name_of(Rounding rounding) {
+  return name_in(kRoundingNames, rounding);
+}
 
 bool parse_name(const char* name, ActivationKind* value) {
   return parse_in(kActivationNames, name, value);
@@ -125,6 +134,9 @@ bool parse_name(const char* name, WeightKind* value) {
 }
 bool parse_name(const char* name, GroupMerit* value) {
   return parse_in(kGroupMeritNames, name, value);
+}
+bool parse_name(const char* name, Rounding* value) {
+  return parse_in(kRoundingNames, name, value);
 }
 bool parse_name(const char* name, DType* value) {
   return parse_in(kDTypeNames, name, value);

@@ -213,6 +213,50 @@ Status router_backward(const RouterBackwardArgs& given, const Context& ctx) {
   return backend->router_backward(args, ctx);
 }
 
+Status round_tokens(const RoundingArgs& given, const Context& ctx) {
+  constexpr const char* kName = "round_tokens";
+  RoundingArgs args = given;
+  MOESTRO_RETURN_IF_ERROR(check_floating(kName, "scores", args.scores, 2));
+  const std::int64_t num_tokens = args.scores.extent[0];
+  const std::int64_t num_experts = args.scores.extent[1];
+  MOESTRO_RETURN_IF_ERROR(check_tensor(kName, "scores", &args.scores, DType::kF32, {num_tokens, num_experts},
+                                       "[T, E]", Strides::kRows));
+  MOESTRO_RETURN_IF_ERROR(
+      check_slots(kName, "expert_ids", &args.expert_ids, DType::kI32, {}, num_tokens, Access::kRead));
+  if (args.tile < 1 || args.tile > 1 << 20 || (args.tile & (args.tile - 1)) != 0) {
+    return Status::error(StatusCode::kInvalidArgument, "%s: tile is %lld, expected a power of two up to 2^20",
+                         kName, static_cast<long long>(args.tile));
+  }
+  if (args.rounding == Rounding::kStochastic) {
+    MOESTRO_RETURN_IF_ERROR(
+        check_tensor(kName, "draws", &args.draws, DType::kF32, {num_experts}, "[E]", Strides::kRows));
+  }
+  const std::int64_t slots =
+      rounded_slots(num_tokens, args.expert_ids.extent[1], num_experts, args.tile, args.rounding);
+  if (num_experts < 1 || num_tokens * num_experts > INT32_MAX * std::int64_t{32} || slots > INT32_MAX) {
+    return Status::error(StatusCode::kInvalidArgument,
+                         "%s: scores are [%lld, %lld], expected experts, and slots that 32 bits can count",
+                         kName, static_cast<long long>(num_tokens), static_cast<long long>(num_experts));
+  }
+  MOESTRO_RETURN_IF_ERROR(check_tensor(kName, "rounded_ids", &args.rounded_ids, DType::kI32, {slots},
+                                       "rounded_slots(T, K, E, tile)", Strides::kRows, Access::kWrite));
+  MOESTRO_RETURN_IF_ERROR(check_tensor(kName, "token_offsets", &args.token_offsets, DType::kI32,
+                                       {num_tokens + 1}, "[T+1]", Strides::kRows, Access::kWrite));
+  const Backend* backend = nullptr;
+  MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
+  const std::size_t needed = backend->rounding_workspace_bytes(num_tokens, num_experts, ctx);
+  if (ctx.workspace_bytes < needed) {
+    return Status::error(StatusCode::kInvalidArgument, "%s: workspace has %zu bytes, expected at least %zu",
+                         kName, ctx.workspace_bytes, needed);
+  }
+  return backend->round_tokens(args, ctx);
+}
+
+std::size_t rounding_workspace_bytes(std::int64_t num_tokens, std::int64_t num_experts, const Context& ctx) {
+  const Backend* backend = find_backend(ctx.backend);
+  return backend == nullptr ? 0 : backend->rounding_workspace_bytes(num_tokens, num_experts, ctx);
+}
+
 Status dispatch_forward(const DispatchArgs& given, const Context& ctx) {
   constexpr const char* kName = "dispatch_forward";
   DispatchArgs args = given;

@@ -17,6 +17,8 @@ const Backend* cuda_backend();
 
 Status router_forward(const RouterForwardArgs& args, const Context& ctx);
 Status router_backward(const RouterBackwardArgs& args, const Context& ctx);
+Status round_tokens(const RoundingArgs& args, const Context& ctx);
+std::size_t rounding_workspace_bytes(std::int64_t num_tokens, std::int64_t num_experts, const Context& ctx);
 Status dispatch_forward(const DispatchArgs& args, const Context& ctx);
 Status dispatch_row_weights(const RowWeightsArgs& args, const Context& ctx);
 Status up_forward(const UpForwardArgs& args, const Context& ctx);

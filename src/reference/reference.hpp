@@ -14,6 +14,7 @@ const Backend* reference_backend();
 
 Status router_forward(const RouterForwardArgs& args, const Context& ctx);
 Status router_backward(const RouterBackwardArgs& args, const Context& ctx);
+Status round_tokens(const RoundingArgs& args, const Context& ctx);
 Status dispatch_forward(const DispatchArgs& args, const Context& ctx);
 Status dispatch_row_weights(const RowWeightsArgs& args, const Context& ctx);
 Status up_forward(const UpForwardArgs& args, const Context& ctx);

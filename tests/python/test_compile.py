@@ -69,6 +69,14 @@ def _operator_samples() -> list[tuple]:
     logits = torch.randn(5, 8, device=DEVICE, requires_grad=True)
     samples.append((ops.route.default, (logits, 3), {"weight_kind": "renormalized"}))
     samples.append((ops.route.default, (logits, 2, torch.randn(8, device=DEVICE)), {"score": "sigmoid"}))
+    scale = torch.rand(8, device=DEVICE, requires_grad=True)
+    given = torch.tensor([[0, 3], [7, -1], [2, 2]], dtype=torch.int32, device=DEVICE)
+    samples.append((ops.route.default, (logits[:3], 0, None, scale, given), {"weight_kind": "softmax"}))
+    starts = torch.tensor([0, 1, 4, 4], dtype=torch.int32, device=DEVICE)
+    samples.append((ops.route.default, (logits[:3], 0, None, None, given.flatten(), starts), {"clip": 1.0}))
+    for rounding in ("nearest", "down"):
+        scores = logits.detach().float()
+        samples.append((ops.round_tokens.default, (ids[:5] % 8, scores), {"tile": 2, "rounding": rounding}))
     samples.append((ops.dispatch.default, (ids, 4), {}))
     samples.append((ops.activation.default, (torch.randn(3, 8, device=DEVICE, requires_grad=True),), {}))
     return samples
@@ -246,3 +254,20 @@ def test_every_activation_is_known_to_the_shapes() -> None:
         assert columns == (4 if activation in _fake.GATED else 8)
         real = moestro.activation(torch.zeros(3, 8, device=DEVICE), activation, **options)
         assert real.shape[1] == columns
+
+
+def test_a_module_with_every_routing_option_compiles() -> None:
+    x = torch.randn(12, 8, device=DEVICE)
+    for options in (
+        {"round_to": 4},
+        {"capacity_factor": 0.5},
+        {"expert_choice": True},
+        {"score": "sigmoid", "selection_bias": True, "num_groups": 2, "expert_scale": True},
+    ):
+        moe = moestro.MoE(8, 4, 4, 2, **options).to(DEVICE)
+        compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
+        y, want = compiled(x), moe(x)
+        torch.testing.assert_close(y, want)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(out.square().sum(), [moe.router.weight])[0] for out in (y, want))
+        )
