@@ -8,6 +8,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <dlfcn.h>
+#include <sys/mman.h>
 
 #include <cstdint>
 #include <cstdlib>
@@ -172,6 +173,23 @@ inline bool is_aligned(const at::Tensor& bytes) {
   return reinterpret_cast<std::uintptr_t>(bytes.data_ptr()) % kAlignment == 0;
 }
 
+/// Asks for huge pages under a large tensor of host memory that is about to be written. torch gives such
+/// memory back to the system when it is freed, so each call would otherwise fault in every 4 KB of it
+/// again: a fifth of a layer's time at 250 MB. The contents, and memory around it, are not touched.
+inline void prefer_huge_pages(const at::Tensor& tensor) {
+#ifdef MADV_HUGEPAGE
+  constexpr std::uintptr_t kHugePage = 2U << 20;
+  if (!tensor.is_cpu() || tensor.nbytes() < 2 * kHugePage) return;
+  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.data_ptr());
+  const std::uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  const std::uintptr_t last = (begin + tensor.nbytes()) / kHugePage * kHugePage;
+  // A kernel without huge pages refuses, and nothing is lost.
+  if (first < last) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)tensor;
+#endif
+}
+
 /// A byte tensor of torch's caching allocator, on the current stream, aligned as the core asks.
 inline at::Tensor allocate_bytes(std::size_t bytes, at::Device device) {
   const auto size = static_cast<std::int64_t>(bytes);
@@ -179,6 +197,7 @@ inline at::Tensor allocate_bytes(std::size_t bytes, at::Device device) {
   if (!device.is_cpu()) return at::empty({size}, options);
   // torch's CPU allocator aligns to 64 bytes only.
   const at::Tensor storage = at::empty({size + static_cast<std::int64_t>(kAlignment)}, options);
+  prefer_huge_pages(storage);
   const auto address = reinterpret_cast<std::uintptr_t>(storage.data_ptr());
   void* aligned = reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
   return at::from_blob(

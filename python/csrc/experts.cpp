@@ -162,8 +162,12 @@ std::tuple<Tensor, Tensor> experts_forward(const Tensor& x, const Tensor& expert
 /// A gradient in the memory order of its weight, so that an optimizer or an accumulation reads both
 /// the same way.
 Tensor empty_weight_gradient(const Tensor& weight) {
-  if (has_unit_inner_stride(weight)) return at::empty(weight.sizes(), weight.options());
-  return at::empty({weight.size(0), weight.size(2), weight.size(1)}, weight.options()).transpose(1, 2);
+  const bool transposed = !has_unit_inner_stride(weight);
+  const Tensor gradient = transposed
+                              ? at::empty({weight.size(0), weight.size(2), weight.size(1)}, weight.options())
+                              : at::empty(weight.sizes(), weight.options());
+  prefer_huge_pages(gradient);
+  return transposed ? gradient.transpose(1, 2) : gradient;
 }
 
 /// Positions of the mask.
