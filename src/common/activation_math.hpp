@@ -7,14 +7,9 @@
 
 #include <cmath>
 
+#include "common/host_device.hpp"
 #include "common/straight_math.hpp"
 #include "moestro/config.hpp"
-
-#if defined(__CUDACC__)
-#define MOESTRO_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define MOESTRO_HOST_DEVICE inline
-#endif
 
 namespace moestro::activation_math {
 

@@ -3,20 +3,15 @@
 
 #include <cstdint>
 
+#include "common/host_device.hpp"
 #include "moestro/rounding.hpp"
-
-#if defined(__CUDACC__)
-#define MOESTRO_ROUNDING_FUNCTION __host__ __device__ __forceinline__
-#else
-#define MOESTRO_ROUNDING_FUNCTION inline
-#endif
 
 namespace moestro::rounding_math {
 
 /// `count` rounded to a multiple of `tile`, at most `available`. `draw` is read for kStochastic only; kScore
 /// is decided by the caller, who asks for kUp and kDown.
-MOESTRO_ROUNDING_FUNCTION std::int64_t rounded(std::int64_t count, std::int64_t tile, Rounding rounding,
-                                               std::int64_t available, float draw) {
+MOESTRO_HOST_DEVICE std::int64_t rounded(std::int64_t count, std::int64_t tile, Rounding rounding,
+                                         std::int64_t available, float draw) {
   const std::int64_t rest = count & (tile - 1);
   const std::int64_t down = count - rest;
   bool up = false;
@@ -31,7 +26,7 @@ MOESTRO_ROUNDING_FUNCTION std::int64_t rounded(std::int64_t count, std::int64_t 
 }
 
 /// A score's bits in the order of the scores; NaN is 0, below every other.
-MOESTRO_ROUNDING_FUNCTION std::uint32_t ordered(float score) {
+MOESTRO_HOST_DEVICE std::uint32_t ordered(float score) {
   if (score != score) return 0;
   score += 0.0F;  // -0 is 0
   union {
@@ -40,7 +35,7 @@ MOESTRO_ROUNDING_FUNCTION std::uint32_t ordered(float score) {
   } both = {score};
   return (both.bits & 0x80000000U) != 0 ? ~both.bits : both.bits | 0x80000000U;
 }
-MOESTRO_ROUNDING_FUNCTION float from_ordered(std::uint32_t order) {
+MOESTRO_HOST_DEVICE float from_ordered(std::uint32_t order) {
   union {
     std::uint32_t bits;
     float real;

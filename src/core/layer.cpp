@@ -210,6 +210,22 @@ Status check_bytes(const char* function, const char* name, const void* buffer, s
                        name, buffer, bytes, needed, Arena::kAlignment);
 }
 
+/// What up_forward reads, the same in forward and in backward's second run of it.
+template <typename LayerArgs>
+UpForwardArgs up_inputs(const LayerConfig& config, const LayerArgs& args, const TensorView& row_weights,
+                        const Index& index) {
+  UpForwardArgs up;
+  up.x = args.x;
+  up.w_up = args.w_up;
+  up.b_up = args.b_up;
+  up.row_weights = row_weights;
+  up.index = index;
+  up.activation = config.activation;
+  up.gate_layout = config.gate_layout;
+  up.weight_position = config.weight_position;
+  return up;
+}
+
 }  // namespace
 
 SavedView view_saved(const LayerConfig& config, void* saved) {
@@ -277,15 +293,7 @@ Status layer_forward(const LayerConfig& config, const LayerForwardArgs& given, c
         backend->dispatch_row_weights({args.weights, index, workspace.row_weights}, stage_ctx));
   }
 
-  UpForwardArgs up;
-  up.x = args.x;
-  up.w_up = args.w_up;
-  up.b_up = args.b_up;
-  up.row_weights = workspace.row_weights;
-  up.index = index;
-  up.activation = config.activation;
-  up.gate_layout = config.gate_layout;
-  up.weight_position = config.weight_position;
+  UpForwardArgs up = up_inputs(config, args, workspace.row_weights, index);
   if (!inference) up.h = saved.h;
   up.a = a;
   MOESTRO_RETURN_IF_ERROR(backend->up_forward(up, stage_ctx));
@@ -374,15 +382,7 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
   }
 
   if (plan.recompute_h) {
-    UpForwardArgs up;
-    up.x = args.x;
-    up.w_up = args.w_up;
-    up.b_up = args.b_up;
-    up.row_weights = workspace.row_weights;
-    up.index = index;
-    up.activation = config.activation;
-    up.gate_layout = config.gate_layout;
-    up.weight_position = config.weight_position;
+    UpForwardArgs up = up_inputs(config, args, workspace.row_weights, index);
     up.h = workspace.h;
     MOESTRO_RETURN_IF_ERROR(backend->up_forward(up, stage_ctx));
   }
