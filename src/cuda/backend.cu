@@ -4,7 +4,7 @@
 
 #include "cuda/cuda.hpp"
 #include "cuda/device.hpp"
-#include "cuda/hopper_hook.hpp"
+#include "cuda/hopper/hopper.hpp"
 #include "cuda/path.hpp"
 
 namespace moestro::cuda {

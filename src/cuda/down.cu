@@ -5,7 +5,7 @@
 #include "cuda/gemm/epilogue_rows.cuh"
 #include "cuda/gemm/epilogue_weights.cuh"
 #include "cuda/gemm/launch.hpp"
-#include "cuda/hopper_hook.hpp"
+#include "cuda/hopper/hopper.hpp"
 #include "cuda/path.hpp"
 #include "cuda/reduce.hpp"
 #include "cuda/support.hpp"
