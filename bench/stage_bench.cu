@@ -179,15 +179,94 @@ void bench_router_and_dispatch(Bench& bench, bool router, bool dispatch) {
   }
 }
 
+__global__ void softmax_kernel(const unsigned short* logits, float* scores, std::int64_t num_tokens,
+                               std::int64_t num_experts) {
+  const std::int64_t t = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (t >= num_tokens) return;
+  const auto term = [&](std::int64_t e) {
+    return __expf(__uint_as_float(static_cast<unsigned>(logits[t * num_experts + e]) << 16));
+  };
+  float sum = 0.0F;
+  for (std::int64_t e = 0; e < num_experts; ++e) sum += term(e);
+  for (std::int64_t e = 0; e < num_experts; ++e) scores[t * num_experts + e] = term(e) / sum;
+}
+
+void bench_grouped_router(Bench& bench) {
+  constexpr std::int64_t kTokens = 32768;
+  Memory memory;
+  moestro::RouterForwardArgs forward;
+  forward.logits = memory.tensor(DType::kBF16, {kTokens, 256}, 1.0F);
+  forward.selection_bias = memory.tensor(DType::kF32, {256}, 0.1F);
+  forward.expert_ids = memory.tensor(DType::kI32, {kTokens, 8});
+  forward.weights = memory.tensor(DType::kF32, {kTokens, 8});
+  forward.config.score = moestro::RouterScore::kSigmoid;
+  forward.config.weight_kind = moestro::WeightKind::kRenormalized;
+  forward.config.epsilon = 1e-20F;
+  forward.config.scale = 2.5F;
+  const auto report = [&](const char* name) {
+    bench.report("router_forward", name,
+                 bench.time(20, 20, [&] { return router_forward(forward, bench.ctx); }), 0, 0);
+  };
+  report("T32768,E256,K8,sigmoid,bias");
+  forward.config.num_groups = 8;
+  forward.config.top_groups = 4;
+  forward.config.group_merit = moestro::GroupMerit::kTopTwo;
+  report("T32768,E256,K8,sigmoid,bias,groups8of4");
+}
+
+void bench_rounding(Bench& bench) {
+  const struct {
+    std::int64_t num_tokens, num_experts, top_k;
+  } shapes[] = {{4096, 128, 8}, {32768, 128, 8}, {32768, 256, 16}, {32768, 512, 10}, {131072, 128, 8}};
+  constexpr std::int64_t kTile = 128;
+  for (const auto& shape : shapes) {
+    Memory memory;
+    moestro::RouterForwardArgs router;
+    router.logits = memory.tensor(DType::kBF16, {shape.num_tokens, shape.num_experts}, 1.0F);
+    router.expert_ids = memory.tensor(DType::kI32, {shape.num_tokens, shape.top_k});
+    router.weights = memory.tensor(DType::kF32, {shape.num_tokens, shape.top_k});
+    check(moestro::router_forward(router, bench.ctx));
+    moestro::RoundingArgs args;
+    args.expert_ids = router.expert_ids;
+    args.scores = memory.tensor(DType::kF32, {shape.num_tokens, shape.num_experts});
+    softmax_kernel<<<static_cast<unsigned>((shape.num_tokens + 127) / 128), 128, 0, bench.stream>>>(
+        static_cast<const unsigned short*>(router.logits.data), static_cast<float*>(args.scores.data),
+        shape.num_tokens, shape.num_experts);
+    args.draws = memory.tensor(DType::kF32, {shape.num_experts});
+    const std::vector<float> draws(static_cast<std::size_t>(shape.num_experts), 0.5F);
+    check(cudaMemcpy(args.draws.data, draws.data(), draws.size() * sizeof(float), cudaMemcpyHostToDevice),
+          "draws");
+    args.tile = kTile;
+    args.token_offsets = memory.tensor(DType::kI32, {shape.num_tokens + 1});
+    moestro::Context ctx = bench.ctx;
+    ctx.workspace_bytes = moestro::rounding_workspace_bytes(shape.num_tokens, shape.num_experts, ctx);
+    ctx.workspace = memory.take(ctx.workspace_bytes);
+    for (const moestro::Rounding rounding :
+         {moestro::Rounding::kNearest, moestro::Rounding::kUp, moestro::Rounding::kDown,
+          moestro::Rounding::kStochastic, moestro::Rounding::kScore}) {
+      args.rounding = rounding;
+      args.rounded_ids = memory.tensor(
+          DType::kI32,
+          {moestro::rounded_slots(shape.num_tokens, shape.top_k, shape.num_experts, kTile, rounding)});
+      char name[96];
+      std::snprintf(name, sizeof name, "T%lld,E%lld,K%lld,tile%lld,%s",
+                    static_cast<long long>(shape.num_tokens), static_cast<long long>(shape.num_experts),
+                    static_cast<long long>(shape.top_k), static_cast<long long>(kTile), name_of(rounding));
+      bench.report("rounding", name, bench.time(10, 12, [&] { return round_tokens(args, ctx); }), 0, 0);
+    }
+  }
+}
+
 struct LayerShape {
   const char* name;
   std::int64_t num_tokens, d_model, d_ff, num_experts, top_k;
 };
 constexpr LayerShape kLayerShapes[] = {
-    {"7B-n256", 24576, 1536, 256, 128, 8},    {"7B-n1024", 24576, 1536, 1024, 32, 2},
-    {"30B-n256", 32768, 4096, 256, 256, 16},  {"30B-n1024", 32768, 4096, 1024, 64, 4},
-    {"olmoe", 32768, 2048, 1024, 64, 8},      {"qwen3-next", 32768, 2048, 512, 512, 10},
-    {"gpt-oss-20b", 32768, 2880, 2880, 32, 4}};
+    {"7B-n256", 24576, 1536, 256, 128, 8},        {"7B-n1024", 24576, 1536, 1024, 32, 2},
+    {"30B-n256", 32768, 4096, 256, 256, 16},      {"30B-n1024", 32768, 4096, 1024, 64, 4},
+    {"olmoe", 32768, 2048, 1024, 64, 8},          {"qwen3-next", 32768, 2048, 512, 512, 10},
+    {"gpt-oss-20b", 32768, 2880, 2880, 32, 4},    {"30B-n512", 32768, 4096, 512, 256, 16},
+    {"qwen3-next-T8k", 8192, 2048, 512, 512, 10}, {"qwen3-30b-T8k", 8192, 2048, 768, 128, 8}};
 
 void bench_layer(Bench& bench, const LayerShape& shape, const std::string& only) {
   const auto wants = [&](const char* what) { return only.empty() || only.find(what) != std::string::npos; };
@@ -334,6 +413,128 @@ void bench_layer(Bench& bench, const LayerShape& shape, const std::string& only)
   }
 }
 
+/// Forward and backward of the layer with plain top-K and with token rounding to tiles of 64 and 128, by
+/// turns; and what comes in addition: rounding, and the weights of the rounded pairs.
+void bench_rounded_layer(Bench& bench, const LayerShape& shape) {
+  const DType bf16 = DType::kBF16;
+  Memory memory;
+  const TensorView x = memory.tensor(bf16, {shape.num_tokens, shape.d_model}, 1.0F);
+  const TensorView d_y = memory.tensor(bf16, {shape.num_tokens, shape.d_model}, 1.0F);
+  const TensorView w_up = memory.tensor(bf16, {shape.num_experts, 2 * shape.d_ff, shape.d_model}, 0.02F);
+  const TensorView w_down = memory.tensor(bf16, {shape.num_experts, shape.d_model, shape.d_ff}, 0.02F);
+  const TensorView d_w_up = memory.tensor(bf16, {shape.num_experts, 2 * shape.d_ff, shape.d_model});
+  const TensorView d_w_down = memory.tensor(bf16, {shape.num_experts, shape.d_model, shape.d_ff});
+  const TensorView y = memory.tensor(bf16, {shape.num_tokens, shape.d_model});
+  const TensorView d_x = memory.tensor(bf16, {shape.num_tokens, shape.d_model});
+  moestro::RouterForwardArgs router;
+  router.logits = memory.tensor(bf16, {shape.num_tokens, shape.num_experts}, 1.0F);
+  router.expert_ids = memory.tensor(DType::kI32, {shape.num_tokens, shape.top_k});
+  router.weights = memory.tensor(DType::kF32, {shape.num_tokens, shape.top_k});
+  check(moestro::router_forward(router, bench.ctx));
+  const TensorView scores = memory.tensor(DType::kF32, {shape.num_tokens, shape.num_experts});
+  softmax_kernel<<<static_cast<unsigned>((shape.num_tokens + 127) / 128), 128, 0, bench.stream>>>(
+      static_cast<const unsigned short*>(router.logits.data), static_cast<float*>(scores.data),
+      shape.num_tokens, shape.num_experts);
+
+  struct Way {
+    std::string name;
+    LayerConfig config;
+    TensorView ids, weights, offsets;
+    std::vector<double> us;
+  };
+  std::vector<Way> ways;
+  LayerConfig config;
+  config.num_tokens = shape.num_tokens;
+  config.d_model = shape.d_model;
+  config.d_ff = shape.d_ff;
+  config.num_experts = shape.num_experts;
+  config.top_k = shape.top_k;
+  config.dtype = bf16;
+  ways.push_back({std::string(shape.name) + ",plain", config, router.expert_ids, router.weights, {}, {}});
+  moestro::Context ctx = bench.ctx;
+  ctx.workspace_bytes = moestro::rounding_workspace_bytes(shape.num_tokens, shape.num_experts, ctx);
+  for (const std::int64_t tile : {64, 128}) {
+    Way way;
+    way.name = std::string(shape.name) + ",tile" + std::to_string(tile) + ",nearest";
+    way.config = config;
+    way.config.top_k = 0;
+    way.config.ragged_slots = moestro::rounded_slots(shape.num_tokens, shape.top_k, shape.num_experts, tile,
+                                                     moestro::Rounding::kNearest);
+    way.ids = memory.tensor(DType::kI32, {way.config.ragged_slots});
+    way.weights = memory.tensor(DType::kF32, {way.config.ragged_slots});
+    way.offsets = memory.tensor(DType::kI32, {shape.num_tokens + 1});
+    moestro::RoundingArgs rounding;
+    rounding.expert_ids = router.expert_ids;
+    rounding.scores = scores;
+    rounding.tile = tile;
+    rounding.rounded_ids = way.ids;
+    rounding.token_offsets = way.offsets;
+    moestro::RouterForwardArgs weigh = router;
+    weigh.ids_given = true;
+    weigh.expert_ids = way.ids;
+    weigh.weights = way.weights;
+    weigh.token_offsets = way.offsets;
+    Memory scratch;
+    ctx.workspace = scratch.take(ctx.workspace_bytes);
+    check(round_tokens(rounding, ctx));
+    bench.report("rounding", way.name.c_str(), bench.time(4, 8, [&] { return round_tokens(rounding, ctx); }),
+                 0, 0);
+    bench.report("router_forward,ids_given", way.name.c_str(),
+                 bench.time(4, 8, [&] { return router_forward(weigh, ctx); }), 0, 0);
+    ways.push_back(way);
+  }
+
+  Memory shared;
+  std::size_t saved_bytes = 0;
+  std::size_t workspace_bytes = 0;
+  for (const Way& way : ways) {
+    const moestro::LayerBytes bytes = moestro::layer_bytes(way.config, ctx);
+    saved_bytes = std::max(saved_bytes, bytes.saved);
+    workspace_bytes = std::max({workspace_bytes, bytes.forward_workspace, bytes.backward_workspace});
+  }
+  ctx.workspace_bytes = workspace_bytes;
+  ctx.workspace = shared.take(workspace_bytes);
+  void* const saved = shared.take(saved_bytes);
+  const TensorView d_weights = shared.tensor(DType::kF32, {ways.back().config.ragged_slots});
+  for (int turn = 0; turn < 3; ++turn) {
+    for (Way& way : ways) {
+      moestro::LayerForwardArgs forward;
+      forward.x = x;
+      forward.expert_ids = way.ids;
+      forward.token_offsets = way.offsets;
+      forward.weights = way.weights;
+      forward.w_up = w_up;
+      forward.w_down = w_down;
+      forward.y = y;
+      forward.saved = saved;
+      forward.saved_bytes = saved_bytes;
+      moestro::LayerBackwardArgs backward;
+      backward.d_y = d_y;
+      backward.x = x;
+      backward.token_offsets = way.offsets;
+      backward.weights = way.weights;
+      backward.w_up = w_up;
+      backward.w_down = w_down;
+      backward.saved = saved;
+      backward.saved_bytes = saved_bytes;
+      backward.d_x = d_x;
+      backward.d_weights = moestro::make_view(d_weights.data, DType::kF32, {way.config.ragged_slots});
+      if (way.config.top_k != 0)
+        backward.d_weights = moestro::make_view(d_weights.data, DType::kF32, {shape.num_tokens, shape.top_k});
+      backward.d_w_up = d_w_up;
+      backward.d_w_down = d_w_down;
+      way.us.push_back(bench.time(1, 5, [&] {
+        const Status status = layer_forward(way.config, forward, ctx);
+        return status.ok() ? layer_backward(way.config, backward, ctx) : status;
+      }));
+    }
+  }
+  for (Way& way : ways) {
+    std::sort(way.us.begin(), way.us.end());
+    bench.report("layer_step", way.name.c_str(), way.us[way.us.size() / 2], 0, 0);
+  }
+}
+
 /// Is `name` one of a comma-separated list?
 bool is_listed(const std::string& list, const std::string& name) {
   std::stringstream items(list);
@@ -366,9 +567,13 @@ int main(int argc, char** argv) {
   const auto wants = [&](const char* what) { return only.empty() || only.find(what) != std::string::npos; };
   if (wants("router") || wants("dispatch"))
     bench_router_and_dispatch(bench, wants("router"), wants("dispatch"));
-  if (!wants("stages") && !wants("layer") && !wants("host")) return 0;
+  if (wants("router")) bench_grouped_router(bench);
+  if (wants("rounding")) bench_rounding(bench);
   for (const LayerShape& shape : kLayerShapes) {
-    if (is_listed(shapes, shape.name)) bench_layer(bench, shape, only);
+    if (!is_listed(shapes, shape.name)) continue;
+    if (wants("stages") || wants("layer") || wants("host")) bench_layer(bench, shape, only);
+    // Asked for by name only: it takes three layers' memory.
+    if (only.find("rounded") != std::string::npos) bench_rounded_layer(bench, shape);
   }
   return 0;
 }

@@ -101,16 +101,27 @@ TEST_P(RoundingTest, AgreesWithTheReference) {
   }
 }
 
-// Longer than what a CUDA block keeps in registers.
+// CUDA keeps a column of up to 8192, or 32768, tokens in registers, and reads a longer one again and again.
 TEST_P(RoundingTest, ManyTokens) {
   if (backend().id == BackendId::kReference) GTEST_SKIP() << "the truth itself";
   Rng rng(8900);
-  const std::int64_t num_tokens = 33000;
-  const auto ids = choices(rng, num_tokens, 2, 1);
-  const Array scores = normal_array(rng, {num_tokens, 2}).rounded(DType::kF32);
-  const Rounded truth = round(reference_under_test(), ids, 1, scores, {}, 128, Rounding::kNearest);
-  const Rounded actual = round(backend(), ids, 1, scores, {}, 128, Rounding::kNearest);
-  EXPECT_TRUE(actual.ids == truth.ids && actual.offsets == truth.offsets);
+  for (const std::int64_t num_tokens : {8193, 33000}) {
+    for (const Rounding rounding : {Rounding::kNearest, Rounding::kUp, Rounding::kDown, Rounding::kScore}) {
+      for (const bool coarse : {false, true}) {
+        SCOPED_TRACE(testing::Message()
+                     << "T=" << num_tokens << " " << name_of(rounding) << (coarse ? " with ties" : ""));
+        const auto ids = choices(rng, num_tokens, 3, 2);
+        Array scores = normal_array(rng, {num_tokens, 3}).rounded(DType::kF32);
+        for (double& score : scores.values) {
+          if (coarse) score = std::round(score * 2) / 8;
+          if (coarse && rng.chance(0.01)) score = NAN;
+        }
+        const Rounded truth = round(reference_under_test(), ids, 2, scores, {}, 128, rounding);
+        const Rounded actual = round(backend(), ids, 2, scores, {}, 128, rounding);
+        EXPECT_TRUE(actual.ids == truth.ids && actual.offsets == truth.offsets);
+      }
+    }
+  }
 }
 
 }  // namespace

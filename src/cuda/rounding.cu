@@ -1,11 +1,12 @@
-/// Token rounding on CUDA: see rounding.hpp. No sort, no float atomics; five kernels.
+/// Token rounding on CUDA: see rounding.hpp. No sort, no float atomics; three kernels.
 ///
-///   keys    scores [T, E] as ordered bits [E, T], so that an expert reads its column in one piece
-///   mark    a bit [E, T/32] for each choice
-///   select  one block an expert: its target, then the threshold of its candidates bit by bit from the top,
-///           counting those that reach it; a column of up to 32768 tokens stays in registers
-///   count   experts of each token, and their sums a block; then one block scans the sums
-///   fill    offsets and ids, and -1 past the last
+///   prepare  scores [T, E] as ordered bits [E, T], so that an expert reads its column in one piece, and a
+///   bit
+///            [T/32, E] for each choice
+///   select   one block an expert: its target, then the threshold of its candidates by bisection over their
+///            bits, counting those that reach it, until exactly as many do as are wanted; a column of up to
+///            32768 tokens stays in registers. The bits of the choice become those of the result
+///   fill     the tokens' offsets and ids from the bits, and -1 past the last
 #include <cuda_runtime.h>
 
 #include "common/rounding_math.hpp"
@@ -18,9 +19,9 @@ namespace {
 
 constexpr unsigned kFullWarp = 0xffffffffU;
 constexpr int kSelectThreads = 1024;
-constexpr int kSelectWarps = kSelectThreads / 32;
-constexpr int kKeptItems = 32;  // tokens a thread of `select` keeps in registers
 constexpr int kTokenThreads = 256;
+constexpr int kTileExperts = 128;  // of `prepare`, beside 32 tokens
+constexpr int kTileThreads = 256;
 
 struct RoundingParams {
   const std::int32_t* expert_ids;
@@ -28,305 +29,450 @@ struct RoundingParams {
   const float* draws;
   std::int32_t* rounded_ids;
   std::int32_t* token_offsets;
-  std::uint32_t* keys;     // [E, T]
-  std::uint32_t* chosen;   // [E, words]
-  std::uint32_t* members;  // [E, words]
-  std::int32_t* sums;      // [blocks + 1]: experts of a block's tokens; after the scan, of those before it
+  std::uint32_t* keys;  // [E, T]
+  std::uint32_t* bits;  // [words, E]: of the choice, then of the result
+  std::int32_t* sums;   // [token_blocks]: pairs of each kTokenThreads tokens
   std::int64_t ids_stride;
   std::int64_t scores_stride;
   std::int64_t draws_stride;
   std::int64_t num_tokens;
   std::int64_t num_experts;
   std::int64_t num_slots;  // of the output
-  std::int64_t words;      // of a row of bits
+  std::int64_t words;      // of a column of bits
   std::int64_t tile;
   int top_k;
   int token_blocks;
   Rounding rounding;
 };
 
-__global__ void __launch_bounds__(256) rounding_keys_kernel(const __grid_constant__ RoundingParams p) {
-  __shared__ std::uint32_t tile[32][33];
+/// The 32 x 32 bits that a warp's lanes hold, transposed: bit i of lane l becomes bit l of lane i.
+__device__ __forceinline__ std::uint32_t transpose_bits(std::uint32_t word) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  std::uint32_t low = 0x0000ffffU;
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    const std::uint32_t other = __shfl_xor_sync(kFullWarp, word, distance);
+    word = (lane & distance) == 0 ? (word & low) | (other & low) << distance
+                                  : (word & ~low) | (other >> distance & low);
+    low ^= low << (distance / 2);
+  }
+  return word;
+}
+
+__global__ void __launch_bounds__(kTileThreads)
+    rounding_prepare_kernel(const __grid_constant__ RoundingParams p) {
+  __shared__ std::uint32_t tile[32][kTileExperts + 1];
+  __shared__ std::uint32_t chosen[kTileExperts];
   const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * 32;
-  const std::int64_t expert = static_cast<std::int64_t>(blockIdx.y) * 32;
-  const int x = static_cast<int>(threadIdx.x) % 32;
-  for (int y = static_cast<int>(threadIdx.x) / 32; y < 32; y += 8) {
-    if (token + y < p.num_tokens && expert + x < p.num_experts)
-      tile[y][x] = rounding_math::ordered(p.scores[(token + y) * p.scores_stride + expert + x]);
-  }
-  __syncthreads();
-  for (int y = static_cast<int>(threadIdx.x) / 32; y < 32; y += 8) {
-    if (expert + y < p.num_experts && token + x < p.num_tokens)
-      p.keys[(expert + y) * p.num_tokens + token + x] = tile[x][y];
-  }
-}
-
-__global__ void __launch_bounds__(kTokenThreads)
-    rounding_mark_kernel(const __grid_constant__ RoundingParams p) {
-  const std::int64_t slot = static_cast<std::int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
-  const std::int64_t t = slot / p.top_k;
-  if (t >= p.num_tokens) return;
-  const std::int32_t e = p.expert_ids[t * p.ids_stride + slot % p.top_k];
-  if (e < 0 || e >= p.num_experts) return;
-  atomicOr(p.chosen + e * p.words + t / 32, 1U << (t % 32));
-}
-
-/// Sums over the block, the same for every thread; `turn` alternates between two rows of scratch, so that one
-/// barrier a sum is enough.
-struct BlockSum {
-  std::int32_t (*scratch)[kSelectWarps];
-  int turn = 0;
-
-  __device__ int operator()(int value) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    turn ^= 1;
-    value = __reduce_add_sync(kFullWarp, value);
-    if (lane == 0) scratch[turn][warp] = value;
-    __syncthreads();
-    return __reduce_add_sync(kFullWarp, scratch[turn][lane]);
-  }
-};
-
-/// One expert's column, item i of a thread being token i * 1024 + thread. `kKept`: its keys stay in
-/// registers.
-template <bool kKept>
-struct Column {
-  const std::uint32_t* keys;
-  const std::uint32_t* chosen;
-  std::int64_t num_tokens;
-  int items;
-
-  __device__ std::int64_t token(int i) const {
-    return static_cast<std::int64_t>(i) * kSelectThreads + threadIdx.x;
-  }
-  __device__ std::uint32_t key(int i) const { return token(i) < num_tokens ? keys[token(i)] : 0; }
-  __device__ bool is_chosen(int i) const {
-    return token(i) < num_tokens && (chosen[token(i) / 32] >> (token(i) % 32) & 1U) != 0;
-  }
-  /// May the item be selected among the chosen, or among the others?
-  __device__ bool eligible(int i, bool among_chosen, std::uint32_t order) const {
-    return is_chosen(i) == among_chosen && (among_chosen || order != 0);
-  }
-  __device__ std::uint32_t candidate(int i, bool among_chosen) const {
-    const std::uint32_t order = key(i);
-    return eligible(i, among_chosen, order) ? order : 0;
-  }
-  /// The largest key that at least `wanted` (above 0) candidates reach; 0 where only NaN scores make it up.
-  __device__ std::uint32_t threshold(int wanted, bool among_chosen, BlockSum& sum) const {
-    std::uint32_t kept[kKept ? kKeptItems : 1];
-    if constexpr (kKept) {
-#pragma unroll
-      for (int i = 0; i < kKeptItems; ++i) kept[i] = candidate(i, among_chosen);
-    }
-    std::uint32_t found = 0;
-    for (int bit = 31; bit >= 0; --bit) {
-      const std::uint32_t bound = found | 1U << bit;
-      int reach = 0;
-      if constexpr (kKept) {
-#pragma unroll
-        for (int i = 0; i < kKeptItems; ++i) reach += kept[i] >= bound ? 1 : 0;
-      } else {
-        for (int i = 0; i < items; ++i) reach += candidate(i, among_chosen) >= bound ? 1 : 0;
-      }
-      if (sum(reach) >= wanted) found = bound;
-    }
-    return found;
-  }
-};
-
-/// Sum over the block in a fixed order, the same for every thread.
-__device__ double block_sum(double value, double* scratch) {
-  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(kFullWarp, value, offset);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
-  __syncthreads();
-  double total = 0;
-  for (int warp = 0; warp < kSelectWarps; ++warp) total += scratch[warp];
-  return total;
-}
-
-/// Scores of the `wanted` best candidates, summed.
-template <bool kKept>
-__device__ double best_sum(const Column<kKept>& column, int wanted, bool among_chosen, BlockSum& sum,
-                           double* scratch) {
-  if (wanted == 0) return 0;
-  const std::uint32_t limit = column.threshold(wanted, among_chosen, sum);
-  double own = 0;
-  int above = 0;
-  for (int i = 0; i < column.items; ++i) {
-    const std::uint32_t order = column.candidate(i, among_chosen);
-    if (order <= limit) continue;
-    own += static_cast<double>(rounding_math::from_ordered(order));
-    ++above;
-  }
-  const int equal = wanted - sum(above);
-  return block_sum(own, scratch) + equal * static_cast<double>(rounding_math::from_ordered(limit));
-}
-
-template <bool kKept>
-__global__ void __launch_bounds__(kSelectThreads)
-    rounding_select_kernel(const __grid_constant__ RoundingParams p) {
-  __shared__ std::int32_t counts[2][kSelectWarps];
-  __shared__ double reals[kSelectWarps];
-  __shared__ std::int32_t ranks[kSelectWarps];
-  BlockSum sum{counts};
-  const std::int64_t e = blockIdx.x;
+  const std::int64_t expert = static_cast<std::int64_t>(blockIdx.y) * kTileExperts;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  Column<kKept> column;
-  column.keys = p.keys + e * p.num_tokens;
-  column.chosen = p.chosen + e * p.words;
-  column.num_tokens = p.num_tokens;
-  column.items = static_cast<int>(ceil_div(p.num_tokens, kSelectThreads));
+  constexpr int kWarps = kTileThreads / 32;
+  constexpr int kColumns = kTileExperts / 32;
 
-  int own_chosen = 0;
-  int own_available = 0;
-  for (int i = 0; i < column.items; ++i) {
-    const bool is_chosen = column.is_chosen(i);
-    own_chosen += is_chosen ? 1 : 0;
-    own_available += is_chosen || column.key(i) != 0 ? 1 : 0;
-  }
-  const int count = sum(own_chosen);
-  const int available = sum(own_available);
-  const auto target_of = [&](Rounding rounding) {
-    const float draw = rounding == Rounding::kStochastic ? p.draws[e * p.draws_stride] : 0.0F;
-    return static_cast<int>(rounding_math::rounded(count, p.tile, rounding, available, draw));
-  };
-  int target = count;
-  if (p.rounding == Rounding::kScore) {
-    const int down = target_of(Rounding::kDown);
-    const int up = target_of(Rounding::kUp);
-    target = up;
-    if (up > count) {
-      const double lost =
-          best_sum(column, count, true, sum, reals) - best_sum(column, down, true, sum, reals);
-      target = best_sum(column, up - count, false, sum, reals) <= lost ? up : down;
+  float score[32 / kWarps][kColumns];
+#pragma unroll
+  for (int r = 0; r < 32 / kWarps; ++r) {
+    const std::int64_t t = token + r * kWarps + warp;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const std::int64_t e = expert + c * 32 + lane;
+      score[r][c] = t < p.num_tokens && e < p.num_experts ? p.scores[t * p.scores_stride + e] : 0.0F;
     }
-  } else {
-    target = target_of(p.rounding);
   }
-
-  const bool grows = target > count;
-  const bool among_chosen = !grows;
-  const int wanted = grows ? target - count : target;
-  const bool changes = target != count;
-  std::uint32_t limit = 0xffffffffU;  // above every key: nothing is selected
-  int missing = 0;                    // candidates to take whose key is the limit
-  bool ranked = false;
-  if (changes && wanted > 0) {
-    limit = column.threshold(wanted, among_chosen, sum);
-    int above = 0;
-    int equal = 0;
-    for (int i = 0; i < column.items; ++i) {
-      const std::uint32_t order = column.key(i);
-      if (!column.eligible(i, among_chosen, order)) continue;
-      above += order > limit ? 1 : 0;
-      equal += order == limit ? 1 : 0;
-    }
-    missing = wanted - sum(above);
-    ranked = sum(equal) != missing;
+  if (threadIdx.x < kTileExperts) chosen[threadIdx.x] = 0;
+  if (blockIdx.y == 0 && threadIdx.x == 0 && token % kTokenThreads == 0) p.sums[token / kTokenThreads] = 0;
+#pragma unroll
+  for (int r = 0; r < 32 / kWarps; ++r) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c)
+      tile[r * kWarps + warp][c * 32 + lane] = rounding_math::ordered(score[r][c]);
   }
-  int taken = 0;  // of those with the limit's key, in the items before
-  for (int i = 0; i < column.items; ++i) {
-    const std::uint32_t order = column.key(i);
-    const bool candidate = changes && wanted > 0 && column.eligible(i, among_chosen, order);
-    const bool equal = candidate && order == limit;
-    bool selected = candidate && order > limit;
-    if (ranked) {
-      // Earlier tokens first: items before, warps before, lanes before.
-      const std::uint32_t ballot = __ballot_sync(kFullWarp, equal);
-      __syncthreads();
-      if (lane == 0) ranks[warp] = __popc(ballot);
-      __syncthreads();
-      const int own = ranks[lane];
-      const int before = __reduce_add_sync(kFullWarp, lane < warp ? own : 0);
-      const int rank = taken + before + __popc(ballot & ((1U << lane) - 1U));
-      selected = selected || (equal && rank < missing);
-      taken += __reduce_add_sync(kFullWarp, own);
-    } else {
-      selected = selected || equal;
-    }
-    const bool member = changes ? selected || (grows && column.is_chosen(i)) : column.is_chosen(i);
-    const std::uint32_t word = __ballot_sync(kFullWarp, member);
-    const std::int64_t place = column.token(i) / 32;
-    if (lane == 0 && place < p.words) p.members[e * p.words + place] = word;
+  __syncthreads();
+  for (int slot = static_cast<int>(threadIdx.x); slot < 32 * p.top_k; slot += kTileThreads) {
+    const int row = slot / p.top_k;
+    if (token + row >= p.num_tokens) break;
+    const std::int64_t e = p.expert_ids[(token + row) * p.ids_stride + slot % p.top_k] - expert;
+    const bool exists = e >= 0 && e < kTileExperts && expert + e < p.num_experts;
+    if (exists) atomicOr(chosen + e, 1U << row);
   }
+  if (token + lane < p.num_tokens) {
+    for (int c = warp; c < kTileExperts && expert + c < p.num_experts; c += kWarps)
+      p.keys[(expert + c) * p.num_tokens + token + lane] = tile[lane][c];
+  }
+  __syncthreads();
+  const std::int64_t e = expert + threadIdx.x;
+  if (threadIdx.x < kTileExperts && e < p.num_experts)
+    p.bits[blockIdx.x * p.num_experts + e] = chosen[threadIdx.x];
 }
 
-/// Experts of the thread's token, and the sum of those of the block's tokens up to it.
-struct TokenCount {
-  int own;
-  int through;
-  int block;
-};
-__device__ __forceinline__ TokenCount count_experts(const RoundingParams& p, std::int64_t t) {
-  __shared__ std::int32_t warps[kTokenThreads / 32];
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  int own = 0;
-  if (t < p.num_tokens) {
-    for (std::int64_t e = 0; e < p.num_experts; ++e)
-      own += static_cast<int>(p.members[e * p.words + t / 32] >> (t % 32) & 1U);
+/// Reductions over the block of `select`, their results the same for every thread; `turn` alternates between
+/// two rows of scratch, so that one barrier each is enough.
+struct BlockReduce {
+  static constexpr int kWarps = kSelectThreads / 32;
+  struct Scratch {
+    std::uint32_t values[2][2][kWarps];
+    double reals[2][kWarps];
+  };
+  Scratch& scratch;
+  int lane = static_cast<int>(threadIdx.x) % 32;
+  int warp = static_cast<int>(threadIdx.x) / 32;
+  int turn = 0;
+
+  __device__ int sum(int value) {
+    turn ^= 1;
+    value = __reduce_add_sync(kFullWarp, value);
+    if (lane == 0) scratch.values[turn][0][warp] = static_cast<std::uint32_t>(value);
+    __syncthreads();
+    return __reduce_add_sync(kFullWarp, static_cast<int>(scratch.values[turn][0][lane]));
   }
+  __device__ void extremes(std::uint32_t* smallest, std::uint32_t* largest) {
+    turn ^= 1;
+    *smallest = __reduce_min_sync(kFullWarp, *smallest);
+    *largest = __reduce_max_sync(kFullWarp, *largest);
+    if (lane == 0) scratch.values[turn][0][warp] = *smallest;
+    if (lane == 0) scratch.values[turn][1][warp] = *largest;
+    __syncthreads();
+    *smallest = __reduce_min_sync(kFullWarp, scratch.values[turn][0][lane]);
+    *largest = __reduce_max_sync(kFullWarp, scratch.values[turn][1][lane]);
+  }
+  /// In a fixed order.
+  __device__ double sum(double value) {
+    turn ^= 1;
+    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(kFullWarp, value, offset);
+    if (lane == 0) scratch.reals[turn][warp] = value;
+    __syncthreads();
+    double total = 0;
+    for (int w = 0; w < kWarps; ++w) total += scratch.reals[turn][w];
+    return total;
+  }
+};
+
+/// The candidates whose key is at least `key`, if `exact`; else those above it and, of those that equal it,
+/// the first tokens.
+struct Threshold {
+  std::uint32_t key = 0xffffffffU;  // above every key: none
+  bool exact = true;
+};
+
+/// One expert's column, in pages of kItems * 1024 tokens: item i of a thread is token i * 1024 + thread of
+/// the page. Only where there are several is a page read more than once.
+template <int kItems, bool kPaged>
+struct Column {
+  static_assert(kItems <= 32);
+  const RoundingParams& p;
+  std::int64_t expert;
+  BlockReduce& reduce;
+  std::uint32_t key[kItems];       // of candidates above 0, else 0
+  std::uint32_t chosen_word = 0;   // lane i: item i of the warp's lanes
+  std::uint32_t chosen_items = 0;  // bit i: the thread's item i
+  bool among_chosen = false;
+
+  __device__ int pages() const {
+    return kPaged ? static_cast<int>(ceil_div(p.num_tokens, kSelectThreads * kItems)) : 1;
+  }
+  /// Where the bits of item `lane` of the warp are.
+  __device__ std::int64_t place(int page) const {
+    return (static_cast<std::int64_t>(page) * kItems + reduce.lane) * BlockReduce::kWarps + reduce.warp;
+  }
+  __device__ bool holds_bits(int page) const { return reduce.lane < kItems && place(page) < p.words; }
+  /// All keys, and which are chosen.
+  __device__ void load(int page) {
+    const std::int64_t first = static_cast<std::int64_t>(page) * kItems * kSelectThreads + threadIdx.x;
+    const std::uint32_t* column = p.keys + expert * p.num_tokens;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const std::int64_t t = first + i * kSelectThreads;
+      key[i] = t < p.num_tokens ? column[t] : 0;
+    }
+    chosen_word = holds_bits(page) ? p.bits[place(page) * p.num_experts + expert] : 0;
+    chosen_items = transpose_bits(chosen_word);
+  }
+  /// Leaves the candidates among the chosen, or among the others. A chosen token whose score is NaN is the
+  /// last of the candidates.
+  __device__ void keep_candidates() {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const bool is_chosen = (chosen_items >> i & 1U) != 0;
+      const std::uint32_t order = is_chosen && key[i] == 0 ? 1 : key[i];
+      key[i] = is_chosen == among_chosen ? order : 0;
+    }
+  }
+  /// From here on the candidates are these. `fresh`: no candidates were taken since the load.
+  __device__ void take_candidates(bool among, bool fresh) {
+    among_chosen = among;
+    if constexpr (!kPaged) {
+      if (!fresh) load(0);
+      keep_candidates();
+    }
+  }
+  template <typename Body>
+  __device__ void each_page(const Body& body) {
+    if constexpr (kPaged) {
+      for (int page = 0; page < pages(); ++page) {
+        load(page);
+        keep_candidates();
+        body(page);
+      }
+    } else {
+      body(0);
+    }
+  }
+  /// That of the `wanted` best candidates, of which there are at least as many.
+  __device__ Threshold threshold(int wanted) {
+    if (wanted == 0) return {};
+    std::uint32_t smallest = 0xffffffffU;  // less 1, so that no candidate is the largest
+    std::uint32_t largest = 0;
+    each_page([&](int) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        smallest = min(smallest, key[i] - 1);
+        largest = max(largest, key[i]);
+      }
+    });
+    reduce.extremes(&smallest, &largest);
+    // The bits that all have in common need no search.
+    int bit = 31 - __clz(static_cast<int>((smallest + 1) ^ largest));
+    std::uint32_t found = bit < 0 ? largest : largest >> bit >> 1 << bit << 1;
+#pragma unroll 1
+    for (; bit >= 0; --bit) {
+      const std::uint32_t bound = found | 1U << bit;
+      int reach = 0;
+      each_page([&](int) {
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) reach += key[i] >= bound ? 1 : 0;
+      });
+      reach = reduce.sum(reach);
+      if (reach == wanted) return {bound, true};
+      if (reach > wanted) found = bound;
+    }
+    return {found, false};
+  }
+  /// Of the candidates that a threshold of `wanted` selects, or of the others: the sum of their scores.
+  __device__ double mass(const Threshold& limit, int wanted, bool selected) {
+    double own = 0;
+    int above = 0;
+    int equal = 0;
+    each_page([&](int) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        if (key[i] == 0) continue;
+        const bool takes = limit.exact ? key[i] >= limit.key : key[i] > limit.key;
+        const bool is_equal = !limit.exact && key[i] == limit.key;
+        above += takes ? 1 : 0;
+        equal += is_equal ? 1 : 0;
+        if (!is_equal && takes == selected) own += value_of(key[i]);
+      }
+    });
+    double total = reduce.sum(own);
+    if (!limit.exact) {
+      const int missing = wanted - reduce.sum(above);
+      total += (selected ? missing : reduce.sum(equal) - missing) * value_of(limit.key);
+    }
+    return total;
+  }
+  static __device__ double value_of(std::uint32_t order) {
+    return order <= 1 ? 0.0 : static_cast<double>(rounding_math::from_ordered(order));
+  }
+};
+
+/// Keeps of the page's bits, lane i holding item i of its warp, the first `count` in the order of the tokens.
+/// Returns how many there were.
+template <int kItems>
+__device__ int keep_first(std::uint32_t* word, int count, int (&ranks)[32 * kItems], int (&totals)[kItems]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  __syncthreads();
+  if (lane < kItems) ranks[lane * 32 + warp] = __popc(*word);
+  __syncthreads();
+  int through = 0;
+  int own = 0;
+  if (warp < kItems) {
+    own = through = ranks[threadIdx.x];
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const int other = __shfl_up_sync(kFullWarp, through, offset);
+      if (lane >= offset) through += other;
+    }
+    if (lane == 31) totals[warp] = through;
+  }
+  __syncthreads();
+  int before = 0;
+  int all = 0;
+  for (int w = 0; w < kItems; ++w) {
+    if (w < warp) before += totals[w];
+    all += totals[w];
+  }
+  if (warp < kItems) ranks[threadIdx.x] = before + through - own;
+  __syncthreads();
+  if (lane < kItems) {
+    const int kept = count - ranks[lane * 32 + warp];
+    while (*word != 0 && __popc(*word) > kept) *word ^= 0x80000000U >> __clz(static_cast<int>(*word));
+  }
+  return all;
+}
+
+/// `kByScore`: the rounding is kScore.
+template <int kItems, bool kPaged, bool kByScore>
+__global__ void __launch_bounds__(kSelectThreads)
+    rounding_select_kernel(const __grid_constant__ RoundingParams p) {
+  __shared__ BlockReduce::Scratch scratch;
+  __shared__ int ranks[32 * kItems];
+  __shared__ int totals[kItems];
+  constexpr int kBlocks = kItems * kSelectThreads / kTokenThreads;  // of tokens, in a page
+  __shared__ int sums[kBlocks];
+  BlockReduce reduce{scratch};
+  Column<kItems, kPaged> column{p, blockIdx.x, reduce};
+
+  int own_chosen = 0;
+  int own_others = 0;
+  for (int page = 0; page < column.pages(); ++page) {
+    column.load(page);
+    own_chosen += __popc(column.chosen_items);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i)
+      own_others += column.key[i] != 0 && (column.chosen_items >> i & 1U) == 0 ? 1 : 0;
+  }
+  const int count = reduce.sum(own_chosen);
+  const int available = count + reduce.sum(own_others);
+  const auto target_of = [&](Rounding rounding) {
+    const float draw = rounding == Rounding::kStochastic ? p.draws[blockIdx.x * p.draws_stride] : 0.0F;
+    return static_cast<int>(rounding_math::rounded(count, p.tile, rounding, available, draw));
+  };
+
+  int target = count;
+  int wanted = 0;
+  Threshold limit;
+  if constexpr (kByScore) {
+    const int down = target_of(Rounding::kDown);
+    const int up = target_of(Rounding::kUp);
+    target = down;
+    if (down != count) {
+      column.take_candidates(true, true);
+      limit = column.threshold(down);
+    }
+    if (up > count) {
+      const double lost = column.mass(limit, down, false);
+      column.take_candidates(false, false);
+      const Threshold added = column.threshold(up - count);
+      if (column.mass(added, up - count, true) <= lost) {
+        target = up;
+        limit = added;
+      } else {
+        column.take_candidates(true, false);
+      }
+    }
+    wanted = target > count ? target - count : target;
+  } else {
+    target = target_of(p.rounding);
+    if (target != count) {
+      column.take_candidates(target < count, true);
+      wanted = target > count ? target - count : target;
+      limit = column.threshold(wanted);
+    }
+  }
+
+  const bool changes = target != count;
+  const bool keeps_chosen = target >= count;
+  int missing = 0;  // candidates still to take whose key is the limit
+  if (changes && !limit.exact) {
+    int above = 0;
+    column.each_page([&](int) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) above += column.key[i] > limit.key ? 1 : 0;
+    });
+    missing = wanted - reduce.sum(above);
+  }
+  column.each_page([&](int page) {
+    std::uint32_t word = 0;
+    if (changes) {
+      std::uint32_t above = 0;
+      std::uint32_t equal = 0;
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        const bool takes = limit.exact ? column.key[i] >= limit.key : column.key[i] > limit.key;
+        above |= takes ? 1U << i : 0;
+        equal |= column.key[i] == limit.key ? 1U << i : 0;
+      }
+      word = transpose_bits(above);
+      if (!limit.exact) {
+        equal = transpose_bits(equal);
+        missing -= keep_first(&equal, missing, ranks, totals);
+        word |= equal;
+      }
+    }
+    if (keeps_chosen) word |= column.chosen_word;
+    if (threadIdx.x < kBlocks) sums[threadIdx.x] = 0;
+    __syncthreads();
+    if (column.holds_bits(page)) {
+      p.bits[column.place(page) * p.num_experts + blockIdx.x] = word;
+      constexpr int kWordsPerBlock = kTokenThreads / 32;
+      atomicAdd(sums + (reduce.lane * BlockReduce::kWarps + reduce.warp) / kWordsPerBlock, __popc(word));
+    }
+    __syncthreads();
+    const int block = page * kBlocks + static_cast<int>(threadIdx.x);
+    if (threadIdx.x < kBlocks && block < p.token_blocks && sums[threadIdx.x] != 0)
+      atomicAdd(p.sums + block, sums[threadIdx.x]);
+  });
+}
+
+/// A token a thread.
+__global__ void __launch_bounds__(kTokenThreads)
+    rounding_fill_kernel(const __grid_constant__ RoundingParams p) {
+  constexpr int kWarps = kTokenThreads / 32;
+  __shared__ int warp_sums[3][kWarps];  // of the blocks before, of all blocks, of the warp's tokens
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const std::int64_t t = static_cast<std::int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
+  const std::int64_t place = t / 32;
+  /// Bit e: does the token have expert 32 * chunk + e?
+  const auto experts_of = [&](std::int64_t chunk) {
+    const std::int64_t e = chunk * 32 + lane;
+    return transpose_bits(place < p.words && e < p.num_experts ? p.bits[place * p.num_experts + e] : 0);
+  };
+
+  int before = 0;
+  int all = 0;
+  for (int b = static_cast<int>(threadIdx.x); b < p.token_blocks; b += kTokenThreads) {
+    all += p.sums[b];
+    if (b < static_cast<int>(blockIdx.x)) before += p.sums[b];
+  }
+  const std::int64_t chunks = ceil_div(p.num_experts, 32);
+  int own = 0;
+  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) own += __popc(experts_of(chunk));
   int through = own;
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
     const int other = __shfl_up_sync(kFullWarp, through, offset);
     if (lane >= offset) through += other;
   }
-  if (lane == 31) warps[threadIdx.x / 32] = through;
+  before = __reduce_add_sync(kFullWarp, before);
+  all = __reduce_add_sync(kFullWarp, all);
+  if (lane == 31) {
+    warp_sums[0][warp] = before;
+    warp_sums[1][warp] = all;
+    warp_sums[2][warp] = through;
+  }
   __syncthreads();
-  int block = 0;
-  for (int warp = 0; warp < kTokenThreads / 32; ++warp) {
-    if (warp < static_cast<int>(threadIdx.x) / 32) through += warps[warp];
-    block += warps[warp];
+  std::int64_t end = through;
+  std::int64_t total = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    end += warp_sums[0][w] + (w < warp ? warp_sums[2][w] : 0);
+    total += warp_sums[1][w];
   }
-  return {own, through, block};
-}
 
-__global__ void __launch_bounds__(kTokenThreads)
-    rounding_count_kernel(const __grid_constant__ RoundingParams p) {
-  const TokenCount count =
-      count_experts(p, static_cast<std::int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x);
-  if (threadIdx.x == 0) p.sums[blockIdx.x] = count.block;
-}
-
-/// sums[b] becomes the sum of those before b; sums[token_blocks] is all of them. One warp.
-__global__ void __launch_bounds__(32) rounding_scan_kernel(const __grid_constant__ RoundingParams p) {
-  const int lane = static_cast<int>(threadIdx.x);
-  int before = 0;
-  for (int first = 0; first < p.token_blocks; first += 32) {
-    const int b = first + lane;
-    const int own = b < p.token_blocks ? p.sums[b] : 0;
-    int through = own;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const int other = __shfl_up_sync(kFullWarp, through, offset);
-      if (lane >= offset) through += other;
-    }
-    if (b < p.token_blocks) p.sums[b] = before + through - own;
-    before += __shfl_sync(kFullWarp, through, 31);
-  }
-  if (lane == 0) p.sums[p.token_blocks] = before;
-}
-
-__global__ void __launch_bounds__(kTokenThreads)
-    rounding_fill_kernel(const __grid_constant__ RoundingParams p) {
-  const std::int64_t t = static_cast<std::int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
-  const TokenCount count = count_experts(p, t);
   if (t == 0) p.token_offsets[0] = 0;
-  if (t < p.num_tokens) {
-    const std::int64_t end = static_cast<std::int64_t>(p.sums[blockIdx.x]) + count.through;
-    p.token_offsets[t + 1] = static_cast<std::int32_t>(end);
-    std::int64_t slot = end - count.own;
-    for (std::int64_t e = 0; slot < end && e < p.num_experts; ++e) {
-      if ((p.members[e * p.words + t / 32] >> (t % 32) & 1U) == 0) continue;
-      if (slot < p.num_slots) p.rounded_ids[slot] = static_cast<std::int32_t>(e);
+  if (t < p.num_tokens) p.token_offsets[t + 1] = static_cast<std::int32_t>(end);
+  std::int64_t slot = end - own;
+  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+    for (std::uint32_t experts = experts_of(chunk); experts != 0; experts &= experts - 1) {
+      if (slot < p.num_slots)
+        p.rounded_ids[slot] = static_cast<std::int32_t>(chunk * 32) + __ffs(static_cast<int>(experts)) - 1;
       ++slot;
     }
   }
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kTokenThreads;
-  for (std::int64_t s = p.sums[p.token_blocks] + t; s < p.num_slots; s += step) p.rounded_ids[s] = -1;
+  for (std::int64_t s = total + t; s < p.num_slots; s += step) p.rounded_ids[s] = -1;
 }
 
 struct Plan {
@@ -335,7 +481,7 @@ struct Plan {
   std::size_t bits_bytes;
   std::size_t keys_bytes;
   std::size_t sums_bytes;
-  std::size_t total() const { return 2 * bits_bytes + keys_bytes + sums_bytes; }
+  std::size_t total() const { return bits_bytes + keys_bytes + sums_bytes; }
 };
 constexpr std::size_t aligned(std::int64_t bytes) {
   return static_cast<std::size_t>((bytes + 255) / 256 * 256);
@@ -343,11 +489,21 @@ constexpr std::size_t aligned(std::int64_t bytes) {
 Plan plan_rounding(std::int64_t num_tokens, std::int64_t num_experts) {
   Plan plan{};
   plan.words = ceil_div(num_tokens, 32);
-  plan.token_blocks = num_tokens == 0 ? 1 : ceil_div(num_tokens, kTokenThreads);
+  plan.token_blocks = ceil_div(num_tokens, kTokenThreads);
   plan.bits_bytes = aligned(4 * plan.words * num_experts);
   plan.keys_bytes = aligned(4 * num_tokens * num_experts);
-  plan.sums_bytes = aligned(4 * (plan.token_blocks + 1));
+  plan.sums_bytes = aligned(4 * plan.token_blocks);
   return plan;
+}
+
+template <int kItems, bool kPaged>
+void launch_select(const RoundingParams& params, cudaStream_t stream) {
+  const auto experts = static_cast<unsigned>(params.num_experts);
+  if (params.rounding == Rounding::kScore) {
+    rounding_select_kernel<kItems, kPaged, true><<<experts, kSelectThreads, 0, stream>>>(params);
+  } else {
+    rounding_select_kernel<kItems, kPaged, false><<<experts, kSelectThreads, 0, stream>>>(params);
+  }
 }
 
 }  // namespace
@@ -379,33 +535,25 @@ Status round_tokens(const RoundingArgs& args, const Context& ctx) {
   params.words = plan.words;
   params.token_blocks = static_cast<int>(plan.token_blocks);
   char* memory = static_cast<char*>(ctx.workspace);
-  params.chosen = reinterpret_cast<std::uint32_t*>(memory);
-  params.members = reinterpret_cast<std::uint32_t*>(memory + plan.bits_bytes);
-  params.keys = reinterpret_cast<std::uint32_t*>(memory + 2 * plan.bits_bytes);
-  params.sums = reinterpret_cast<std::int32_t*>(memory + 2 * plan.bits_bytes + plan.keys_bytes);
+  params.keys = reinterpret_cast<std::uint32_t*>(memory);
+  params.bits = reinterpret_cast<std::uint32_t*>(memory + plan.keys_bytes);
+  params.sums = reinterpret_cast<std::int32_t*>(memory + plan.keys_bytes + plan.bits_bytes);
 
   const DeviceGuard guard(device->ordinal);
   const cudaStream_t stream = stream_of(ctx);
   if (params.num_tokens > 0) {
-    cudaMemsetAsync(params.chosen, 0, plan.bits_bytes, stream);
     const dim3 tiles(static_cast<unsigned>(plan.words),
-                     static_cast<unsigned>(ceil_div(params.num_experts, 32)));
-    rounding_keys_kernel<<<tiles, 256, 0, stream>>>(params);
-    const std::int64_t slots = params.num_tokens * params.top_k;
-    if (slots > 0) {
-      rounding_mark_kernel<<<static_cast<unsigned>(ceil_div(slots, kTokenThreads)), kTokenThreads, 0,
-                             stream>>>(params);
-    }
-    const auto experts = static_cast<unsigned>(params.num_experts);
-    if (params.num_tokens <= static_cast<std::int64_t>(kSelectThreads) * kKeptItems) {
-      rounding_select_kernel<true><<<experts, kSelectThreads, 0, stream>>>(params);
+                     static_cast<unsigned>(ceil_div(params.num_experts, kTileExperts)));
+    rounding_prepare_kernel<<<tiles, kTileThreads, 0, stream>>>(params);
+    if (params.num_tokens <= 8 * kSelectThreads) {
+      launch_select<8, false>(params, stream);
+    } else if (params.num_tokens <= 32 * kSelectThreads) {
+      launch_select<32, false>(params, stream);
     } else {
-      rounding_select_kernel<false><<<experts, kSelectThreads, 0, stream>>>(params);
+      launch_select<32, true>(params, stream);
     }
   }
-  const auto blocks = static_cast<unsigned>(plan.token_blocks);
-  rounding_count_kernel<<<blocks, kTokenThreads, 0, stream>>>(params);
-  rounding_scan_kernel<<<1, 32, 0, stream>>>(params);
+  const auto blocks = static_cast<unsigned>(plan.token_blocks > 0 ? plan.token_blocks : 1);
   rounding_fill_kernel<<<blocks, kTokenThreads, 0, stream>>>(params);
   return check_launch("round_tokens");
 }
