@@ -63,13 +63,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "granite": {"score": "identity", "weight_kind": "softmax"},
     "minimax-m2": _BIASED_SIGMOID,
+    # Its code has 1e-12 as the least divisor, not as a summand: alike wherever the chosen sum to 1e-5 or more.
     "ernie4.5": {"score": "softmax", "weight_kind": "renormalized", "epsilon": 1e-12, "selection_bias": True},
-    "hunyuan": {"score": "softmax", "weight_kind": "renormalized", "epsilon": 1e-8},
+    "hunyuan": {"score": "softmax", "weight_kind": "renormalized"},
     "dbrx": {"score": "softmax", "weight_kind": "renormalized"},
     "grok": {"score": "softmax", "weight_kind": "scores", "activation": "geglu_tanh"},
     "jamba": {"score": "softmax", "weight_kind": "scores"},
     "lfm2": {**_BIASED_SIGMOID, "epsilon": 1e-6},
     "nemotron-h": {**_BIASED_SIGMOID, "scale": 2.5, "activation": "relu2"},
+    # Its router sees x normalised and scaled by a vector of its own, which stays with the caller.
     "gemma4": {
         "score": "softmax",
         "weight_kind": "renormalized",

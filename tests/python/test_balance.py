@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import moestro
@@ -75,6 +78,55 @@ def test_bias_counts_each_micro_batch_once(reentrant: bool) -> None:
     assert moe.router.slot_counts.eq(0).all()
     assert moe.bfloat16().router.selection_bias.dtype == torch.float32
     assert "router.slot_counts" not in moe.state_dict()
+
+
+_RANK = """
+import sys
+import moestro, torch
+import torch.distributed as dist
+
+rank, store, target = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+torch.manual_seed(0)
+options = {"score": "sigmoid", "selection_bias": True}
+model = torch.nn.Sequential(moestro.MoE(8, 4, 6, 2, **options), moestro.MoE(8, 4, 5, 1, **options))
+calls = []
+reduce = dist.all_reduce
+dist.all_reduce = lambda *args, **named: (calls.append(1), reduce(*args, **named))[1]
+torch.manual_seed(1 + rank)
+for _ in range(2):
+    model(torch.randn(20 + 10 * rank, 8))
+own = [layer.router.slot_counts.clone() for layer in model]
+moestro.update_selection_biases(model, rate=0.5)
+torch.save(
+    {"own": own, "bias": [layer.router.selection_bias for layer in model], "calls": len(calls)},
+    f"{target}/{rank}.pt",
+)
+dist.destroy_process_group()
+"""
+
+
+def test_bias_update_sums_counts_over_processes(tmp_path: Path) -> None:
+    """Two processes with other tokens, and of other number: the same biases, from the counts of both, one reduction."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(moestro.__file__).parents[1])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, str(rank), str(tmp_path / "store"), str(tmp_path)], env=environment
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [process.wait(timeout=120) for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert first["calls"] == second["calls"] == 1
+    for layer in range(2):
+        total = first["own"][layer] + second["own"][layer]
+        assert not torch.equal(first["own"][layer], second["own"][layer])
+        want = 0.5 * torch.sign(total.float().mean() - total)
+        assert torch.equal(first["bias"][layer], want) and torch.equal(second["bias"][layer], want)
 
 
 def _choice(moe: moestro.MoE, x: torch.Tensor) -> torch.Tensor:
@@ -151,3 +203,44 @@ def test_monitor_counts_rounded_pairs_and_warns() -> None:
     monitor.close()
     with pytest.raises(ValueError, match="every is 0, expected at least 1"):
         moestro.Monitor(moe, every=0)
+
+
+def test_tensorboard_sink(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model = torch.nn.Sequential(moestro.MoE(8, 4, 6, 2), moestro.MoE(8, 4, 4, 2)).to(DEVICE)
+    rows = []
+    sinks = [moestro.TensorBoardSink(tmp_path), rows.append]
+    with moestro.Monitor(model, every=2, sinks=sinks, warn=False) as monitor:
+        for step in range(4):
+            model(torch.randn(20, 8, device=DEVICE))
+            monitor.step(step)
+    events = EventAccumulator(str(tmp_path), size_guidance={"histograms": 0})
+    events.Reload()
+    tags = events.Tags()
+    assert set(tags["histograms"]) == {"moe_load/0", "moe_load/1"}
+    for key in (
+        "max_load",
+        "load_deviation",
+        "dead_experts",
+        "entropy",
+        "effective_experts",
+        "max_violation",
+    ):
+        scalars = events.Scalars(f"moe/{key}")
+        assert [event.step for event in scalars] == [1, 3]
+        assert [event.value for event in scalars] == pytest.approx([row[key] for row in rows])
+    loads = [count * 6 / sum(rows[1]["layers"][0]["counts"]) for count in rows[1]["layers"][0]["counts"]]
+    histogram = events.Histograms("moe_load/0")[1].histogram_value
+    assert (
+        histogram.num == 6
+        and histogram.max == pytest.approx(max(loads))
+        and histogram.sum == pytest.approx(6)
+    )
+
+
+def test_tensorboard_sink_names_the_missing_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match="TensorBoardSink needs the package tensorboard"):
+        moestro.TensorBoardSink(tmp_path)

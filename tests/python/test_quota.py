@@ -1,6 +1,9 @@
 """Capacity, expert choice, token rounding and forced balance."""
 
 import math
+import os
+import subprocess
+import sys
 
 import moestro
 import pytest
@@ -218,9 +221,71 @@ def test_forced_routing() -> None:
         ({"top_p": 0.0}, "top_p is 0.0, expected above 0"),
         ({"top_p": 0.5, "score": "sigmoid"}, "score is 'sigmoid', expected 'softmax' with top_p"),
         ({"clip": -1.0}, "clip is -1.0, expected a limit above 0"),
+        ({"clip": float("nan")}, "clip is nan, expected a limit above 0"),
         ({"epsilon": -1.0}, "epsilon is -1.0, expected at least 0"),
+        ({"epsilon": float("inf")}, "epsilon is inf, expected at least 0"),
+        ({"scale": float("nan")}, "scale is nan, expected a finite number"),
+        ({"score": "tanh"}, "score is 'tanh', expected one of softmax"),
+        ({"group_merit": "mean"}, "group_merit is 'mean', expected one of max"),
+        ({"num_groups": 0}, "num_groups is 0, expected a divisor of 8"),
+        ({"round_to": 0}, "round_to is 0, expected a power of two"),
+        ({"round_to": 64, "expert_choice": True}, "round_to is 64, expected None with"),
+        ({"expert_choice": True, "top_p": 0.5}, "expert_choice is True, expected no"),
+        ({"jitter": -0.1}, "jitter is -0.1, expected at least 0"),
     ],
 )
 def test_wrong_configurations(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"Router: {message}"):
         moestro.MoE(8, 4, 8, 2, **options)
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ((0, 4, 8, 2), "Router: d_model is 0, expected at least 1"),
+        ((8, 0, 8, 2), "Experts: d_ff is 0, expected at least 1"),
+        ((8, 4, 0, 2), "Router: num_experts is 0, expected at least 1"),
+        ((8, 4, 8, 0), "Router: top_k is 0, expected 1 to 8"),
+        ((8, 4, 8, 9), "Router: top_k is 9, expected 1 to 8"),
+    ],
+)
+def test_wrong_sizes(sizes: tuple[int, int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        moestro.MoE(*sizes)
+
+
+def test_wrong_arguments_of_functions() -> None:
+    _, ids, scores = routed(20, 6, 2)
+    with pytest.raises(ValueError, match="round_to is 3, expected a power of two"):
+        moestro.round_to_tiles(ids, scores, 3)
+    with pytest.raises(ValueError, match="rounding is 'best', expected one of nearest"):
+        moestro.round_to_tiles(ids, scores, 4, "best")
+    for factor in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="capacity_factor is .*, expected a number above 0"):
+            moestro.limit_capacity(ids, scores, factor)
+        with pytest.raises(ValueError, match="capacity_factor is .*, expected a number above 0"):
+            moestro.expert_choice(scores, 2, factor)
+    with pytest.raises(ValueError, match="drop is 'last', expected one of score, token"):
+        moestro.limit_capacity(ids, scores, 1.0, drop="last")
+
+
+def test_forced_routing_from_the_environment() -> None:
+    program = (
+        "import moestro, torch\n"
+        "moe = moestro.MoE(8, 4, 6, 2)\n"
+        "ids = moe(torch.randn(9, 8), return_routing=True)[1].expert_ids\n"
+        "print(moestro.expert_counts(ids, 6).tolist())\n"
+    )
+
+    def run(kind: str) -> subprocess.CompletedProcess[str]:
+        environment = {
+            **os.environ,
+            "MOESTRO_FORCED_ROUTING": kind,
+            "PYTHONPATH": os.path.dirname(os.path.dirname(moestro.__file__)),
+        }
+        return subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+        )
+
+    assert run("uniform").stdout.strip() == "[3, 3, 3, 3, 3, 3]"
+    assert "MOESTRO_FORCED_ROUTING is 'even', expected one of uniform" in run("even").stderr

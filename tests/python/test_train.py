@@ -106,9 +106,9 @@ def test_metrics_have_their_schema(finished):
 
 def test_report_holds_every_plot(finished):
     page = (finished / "report.html").read_text()
-    assert page.count('src="data:image/png;base64,') == 4
+    assert page.count('src="data:image/png;base64,') == 5
     assert "http" not in page.split("<h2>Sample</h2>")[0]  # nothing is loaded from elsewhere
-    for name in ("loss", "expert_load", "dropped", "memory"):
+    for name in ("loss", "expert_load", "balance", "dropped", "memory"):
         assert (finished / f"{name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert "every (token, expert) pair is computed" in page
 

@@ -363,3 +363,4 @@ def test_the_heat_map_sums_the_rows_of_a_group():
     ]
     assert report._relative_load([rows[:2], rows[2:]], 1) == [[1.0, 0.0], [1.0, 0.0]]
     assert report._relative_load([rows[:2]], 0) == [[1.5], [0.5]]
+    assert report._deviation([3, 1]) == 0.5 and report._deviation([2, 2]) == report._deviation([0, 0]) == 0

@@ -16,7 +16,8 @@ Row = dict[str, Any]
 
 
 def write_report(folder: Path) -> Path:
-    """Writes loss.png, expert_load.png, dropped.png, memory.png and report.html into the run's folder."""
+    """Writes loss.png, expert_load.png, balance.png, dropped.png, memory.png and report.html into the run's
+    folder."""
     rows = read_metrics(folder / "metrics.jsonl")
     by_kind: dict[str, list[Row]] = {}
     for row in rows:
@@ -33,6 +34,7 @@ def write_report(folder: Path) -> Path:
     if train:
         plots.append(("Loss", _loss_text(run, evals), _plot_loss(folder, run, train, evals)))
         plots.append(("Load of the experts", _load_text(train), _plot_load(folder, train)))
+        plots.append(("Balance", _balance_text(train), _plot_balance(folder, train)))
         plots.append(("Pairs dropped or rounded", _dropped_text(train), _plot_dropped(folder, train)))
     if "memory" in by_kind:
         kept = by_kind["memory"][-1]
@@ -141,6 +143,50 @@ def _relative_load(groups: list[list[Row]], layer: int) -> list[list[float]]:
     return [list(column) for column in zip(*shares)]
 
 
+def _plot_balance(folder: Path, train: list[Row]) -> Path:
+    """How the loads are spread at the start and at the end, and how uneven each block is over time."""
+    figure = _figure(9, 3.2)
+    spread, uneven = figure.subplots(1, 2)
+    tenth = max(1, len(train) // 10)
+    for rows, label, colour in ((train[:tenth], "first", "#999999"), (train[-tenth:], "last", "#4878a8")):
+        load = [value for layer in _layers(train) for (value,) in _relative_load([rows], layer)]
+        edges = [0.1 * i for i in range(31)]
+        spread.hist(
+            [min(value, 2.999) for value in load],
+            bins=edges,
+            histtype="stepfilled",
+            alpha=0.6,
+            color=colour,
+            label=f"{label} tenth of the run",
+        )
+    spread.axvline(1, color="#555555", linestyle="--", linewidth=1)
+    spread.set(xlabel="tokens / even share (3 and more: last bar)", ylabel="experts of all blocks")
+    spread.legend(frameon=False, fontsize=8)
+    for layer in _layers(train):
+        uneven.plot(
+            [row["step"] for row in train],
+            [100 * _deviation(row["expert_load"][layer]) for row in train],
+            linewidth=1.1,
+            label=f"block {layer}",
+        )
+    uneven.axhline(20, color="#c44e52", linestyle="--", linewidth=1)
+    uneven.set(xlabel="step", ylabel="std / mean of the loads, %", ylim=(0, None))
+    if len(_layers(train)) <= 8:
+        uneven.legend(frameon=False, fontsize=8)
+    for axes in (spread, uneven):
+        _style(axes)
+    return _saved(figure, folder / "balance.png")
+
+
+def _layers(train: list[Row]) -> range:
+    return range(len(train[0]["expert_load"]))
+
+
+def _deviation(counts: list[int]) -> float:
+    mean = sum(counts) / len(counts)
+    return math.sqrt(sum((count - mean) ** 2 for count in counts) / len(counts)) / mean if mean else 0.0
+
+
 def _plot_dropped(folder: Path, train: list[Row]) -> Path:
     figure = _figure(9, 2.6)
     axes = figure.subplots()
@@ -194,6 +240,19 @@ def _load_text(train: list[Row]) -> str:
     return (
         f"White is the even share, red more, blue less. In the last row the busiest expert of all blocks has "
         f"{worst_load(train[-1]['expert_load']):.2f} times its even share."
+    )
+
+
+def _balance_text(train: list[Row]) -> str:
+    last = [_deviation(counts) for counts in train[-1]["expert_load"]]
+    dead = sum(
+        not any(row["expert_load"][layer][e] for row in train[-max(1, len(train) // 10) :])
+        for layer in _layers(train)
+        for e in range(len(train[0]["expert_load"][layer]))
+    )
+    return (
+        f"Left: how the experts' loads are spread. Right: std / mean of each block's loads, with a line at 20 %; in the "
+        f"last row the most uneven block has {max(last):.0%}. {dead} experts had no token in the last tenth of the run."
     )
 
 
