@@ -1,138 +1,44 @@
 """Measures moestro and its peers on one GPU in one run, and writes a JSON line for each shape and peer.
 
-    python bench/peers --shape 7B-n256 --shape 32768,2048,1024,64,8 --out results.jsonl
+    python bench/peers --shape 7B-n256 --shape olmoe@16 --peer moestro --peer sonicmoe --out results.jsonl
 
 For each peer: correctness against an f32 loop on a few tokens, milliseconds of forward and of
-forward + backward in eager mode and replayed from a CUDA Graph (medians), bytes kept after forward beyond
-x and y, peak bytes, the first call's time and that of the first call with another T. TFLOP/s count
-6 T K d n for forward and 18 T K d n for both.
+forward + backward in eager mode and replayed from a CUDA Graph (medians; all peers and the cuBLAS bound in
+turns), bytes kept after forward beyond x and y, peak bytes, the first call's time and that of the first call
+with another T, the host's time, and with --profile every kernel of a step. TFLOP/s count 6 T K d n for
+forward and 18 T K d n for both.
 """
 
 import argparse
 import datetime
 import gc
 import json
-import statistics
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
+from measure import (
+    capture,
+    clear,
+    host_us,
+    kernels_us,
+    medians_in_turns,
+    memory,
+    new_tokens_ms,
+    step,
+    wall_ms,
+    y_error,
+)
 from peers import PEERS, CublasBound, Peer, Problem, make_problem
 from shapes import SHAPES, Shape, parse_shape
 
-
-def median_ms(run: Callable[[], Any], *, warm_up: int, repeats: int) -> float:
-    """Median of single calls between two events. The host runs ahead of the device, so that in eager mode
-    a call costs the larger of its launch work and its device work."""
-    for _ in range(warm_up):
-        run()
-    torch.cuda.synchronize()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    events[0].record()
-    for event in events[1:]:
-        run()
-        event.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
-
-
-def graph_ms(run: Callable[[], Any], *, repeats: int) -> float:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    result = median_ms(graph.replay, warm_up=3, repeats=repeats)
-    del graph
-    return result
-
-
-def reference_error(peer: Peer, tokens: int = 64) -> float:
-    """Relative error of y against a float32 loop, over the first tokens."""
-    p = peer.problem
-    with torch.no_grad():
-        y = peer.forward()[:tokens].float()
-        x, ids = p.x[:tokens].float(), p.expert_ids[:tokens].long()
-        expected = torch.zeros_like(y)
-        for k in range(p.shape.K):
-            for t in range(min(tokens, x.shape[0])):
-                gate, up = (p.w_up[ids[t, k]].float() @ x[t]).chunk(2)
-                expected[t] += p.weights[t, k] * (
-                    p.w_down[ids[t, k]].float() @ (torch.nn.functional.silu(gate) * up)
-                )
-    return float((y - expected).norm() / expected.norm())
-
-
-def clear(peer: Peer) -> None:
-    for leaf in peer.leaves():
-        leaf.grad = None
-
-
-def measure(peer: Peer, repeats: int) -> dict[str, Any]:
-    p = peer.problem
-    row: dict[str, Any] = {}
-
-    def forward_backward() -> None:
-        torch.autograd.backward(peer.forward(), p.d_y)
-        clear(peer)
-
-    def forward() -> torch.Tensor:
-        return peer.forward()
-
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    forward_backward()
-    torch.cuda.synchronize()
-    row["first_call_ms"] = 1e3 * (time.perf_counter() - start)
-    if not peer.own_weights:
-        row["y_error"] = reference_error(peer)
-
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    y = peer.forward()
-    row["kept_bytes"] = torch.cuda.memory_allocated() - before - y.nbytes
-    torch.autograd.backward(y, p.d_y)
-    row["peak_bytes"] = torch.cuda.max_memory_allocated() - before
-    del y
-    clear(peer)
-
-    row["forward_eager_ms"] = median_ms(forward, warm_up=4, repeats=repeats)
-    row["both_eager_ms"] = median_ms(forward_backward, warm_up=4, repeats=repeats)
-    start = time.perf_counter()
-    y = peer.forward()
-    row["forward_host_us"] = 1e6 * (time.perf_counter() - start)
-    start = time.perf_counter()
-    torch.autograd.backward(y, p.d_y)
-    row["backward_host_us"] = 1e6 * (time.perf_counter() - start)
-    del y
-    clear(peer)
-    torch.cuda.synchronize()
-    if peer.capturable:
-        row["forward_graph_ms"] = graph_ms(forward, repeats=repeats)
-        row["both_graph_ms"] = graph_ms(forward_backward, repeats=repeats)
-    return row
-
-
-def new_tokens_ms(kind: type[Peer], problem: Problem) -> float:
-    """The first call with another number of tokens, on the same weights."""
-    smaller = make_problem(problem.shape, num_tokens=problem.shape.T - 384, seed=1)
-    peer = kind(smaller._replace(w_up=problem.w_up, w_down=problem.w_down))
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    torch.autograd.backward(peer.forward(), smaller.d_y)
-    torch.cuda.synchronize()
-    elapsed = 1e3 * (time.perf_counter() - start)
-    clear(peer)
-    return elapsed
+BOUND = "cublas-bound"
+WRONG = 0.02  # of y, relative: beyond rounding in bf16
 
 
 def environment() -> dict[str, Any]:
@@ -148,59 +54,107 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
+        "path": os.environ.get("MOESTRO_PATH", "auto"),
     }
 
 
-def measure_bound(shape: Shape, repeats: int) -> dict[str, float]:
-    bound = CublasBound(shape)
-    return {
-        "forward": median_ms(bound.forward, warm_up=4, repeats=repeats),
-        "both": median_ms(bound.forward_backward, warm_up=4, repeats=repeats),
-    }
+def prepare(name: str, problem: Problem, arguments: argparse.Namespace, row: dict[str, Any]) -> Peer | None:
+    """Makes the peer and takes everything but its times; None, with the reason in `row`, where it cannot
+    run or is wrong."""
+    try:
+        peer = PEERS[name](problem)
+        first = wall_ms(step(peer))
+        if not (peer.compiles and arguments.warm_caches):
+            row["first_call_ms"] = first
+        row["y_error"] = y_error(peer)
+        if not row["y_error"] < WRONG:
+            raise ValueError(f"y differs from the float32 loop by {row['y_error']:.1e}")
+        row.update(memory(peer), **host_us(peer), versions=peer.versions())
+        if not (peer.compiles and (arguments.warm_caches or arguments.skip_new_tokens)):
+            row["new_tokens_ms"] = new_tokens_ms(peer)
+        return peer
+    except Exception as error:
+        row["skipped"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if not isinstance(error, (ImportError, NotImplementedError)):
+            traceback.print_exc()
+        clear_problem(problem)
+        return None
+
+
+def groups_that_fit(peers: dict[str, Peer], rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Peers whose captured graphs hold their memory at the same time."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    free = 0.9 * torch.cuda.mem_get_info()[0]
+    groups: list[list[str]] = []
+    left = 0.0
+    for name, peer in peers.items():
+        if not peer.capturable:
+            continue
+        need = 1.3 * rows[name]["peak_bytes"]
+        if not groups or need > left:
+            groups.append([])
+            left = free - need  # what the bound takes is of the size of one peer
+        groups[-1].append(name)
+        left -= need
+    return groups
+
+
+def add_times(row: dict[str, Any], mode: str, times: dict[Any, float], shape: Shape, name: str) -> None:
+    for which, flop in (("forward", shape.forward_flop), ("both", 3 * shape.forward_flop)):
+        if (name, which) not in times:
+            continue
+        ms = times[name, which]
+        row[f"{which}_{mode}_ms"] = ms
+        row[f"{which}_{mode}_tflops"] = flop / ms / 1e9
+        row[f"{which}_{mode}_share"] = times[BOUND, which] / ms
 
 
 def run_shape(
     name: str, shape: Shape, arguments: argparse.Namespace, common: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Rows of one shape. The bound is timed before and after the peers, and its mean counts: the card slows
-    down as it warms, so a bound timed once, first, would be better than anything after it."""
-    rows: list[dict[str, Any]] = []
     base = {"shape": name, **shape._asdict(), "dtype": "bf16", "skew": arguments.skew, **common}
-
-    first = measure_bound(shape, arguments.repeats)
+    rows = {peer: {**base, "peer": peer} for peer in (BOUND, *arguments.peer)}
     problem = make_problem(shape, skew=arguments.skew)
+    peers: dict[str, Peer] = {}
     for peer_name in arguments.peer:
         gc.collect()
         torch.cuda.empty_cache()
-        row = {**base, "peer": peer_name}
-        try:
-            peer = PEERS[peer_name](problem)
-            row.update(measure(peer, arguments.repeats), versions=peer.versions())
-            row["new_tokens_ms"] = new_tokens_ms(type(peer), problem)
-        except (ImportError, NotImplementedError) as error:
-            row["skipped"] = f"{type(error).__name__}: {error}"
-        except torch.OutOfMemoryError as error:
-            row["skipped"] = f"out of memory: {str(error).splitlines()[0]}"
-        peer = None
-        clear_problem(problem)
-        rows.append(row)
-    del problem
-    torch.cuda.empty_cache()
-    last = measure_bound(shape, arguments.repeats)
-    bound = {which: (first[which] + last[which]) / 2 for which in first}
-    for row in rows:
-        for which, flop in (("forward", shape.forward_flop), ("both", 3 * shape.forward_flop)):
-            for mode in ("eager", "graph"):
-                if f"{which}_{mode}_ms" in row:
-                    row[f"{which}_{mode}_tflops"] = flop / row[f"{which}_{mode}_ms"] / 1e9
-                    row[f"{which}_{mode}_share"] = bound[which] / row[f"{which}_{mode}_ms"]
-    bound_row = {**base, "peer": "cublas-bound", "first_ms": first, "last_ms": last}
-    for which in bound:
-        bound_row[f"{which}_graph_ms"] = bound[which]
-        bound_row[f"{which}_graph_tflops"] = (
-            shape.forward_flop * (1 if which == "forward" else 3) / bound[which] / 1e9
-        )
-    return [bound_row, *rows]
+        peer = prepare(peer_name, problem, arguments, rows[peer_name])
+        if peer is not None:
+            peers[peer_name] = peer
+
+    bound = CublasBound(problem)
+    bound_calls = {(BOUND, "forward"): bound.forward, (BOUND, "both"): bound.forward_backward}
+    sizes = {"turns": arguments.turns, "repeats": arguments.repeats}
+    eager = {(n, "forward"): p.forward for n, p in peers.items()}
+    eager |= {(n, "both"): step(p) for n, p in peers.items()}
+    times = medians_in_turns(bound_calls | eager, **sizes)
+    for n in (BOUND, *peers):
+        add_times(rows[n], "eager", times, shape, n)
+
+    for group in groups_that_fit(peers, rows):
+        graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        for n in group:
+            try:
+                graphs[n, "forward"] = capture(peers[n].forward)
+                graphs[n, "both"] = capture(step(peers[n]))
+            except Exception as error:
+                rows[n]["graph_skipped"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        times = medians_in_turns(bound_calls | {key: g.replay for key, g in graphs.items()}, **sizes)
+        for n in (BOUND, *group):
+            add_times(rows[n], "graph", times, shape, n)
+        graphs.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    if arguments.profile:
+        rows[BOUND]["products_ms"] = medians_in_turns(bound.products(), **sizes)
+        for n, peer in peers.items():
+            rows[n]["kernels_us"] = kernels_us(peer)
+    for peer in peers.values():
+        clear(peer)
+    return list(rows.values())
 
 
 def clear_problem(problem: Problem) -> None:
@@ -210,7 +164,8 @@ def clear_problem(problem: Problem) -> None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        f"{'shape':12} {'peer':18} {'fwd eager':>9} {'graph':>8} {'both eager':>10} {'graph':>8} {'share':>6} {'kept MiB':>9} {'peak MiB':>9} {'error':>8}"
+        f"{'shape':12} {'peer':18} {'fwd eager':>9} {'graph':>8} {'both eager':>10} {'graph':>8} "
+        f"{'share':>6} {'kept MiB':>9} {'peak MiB':>9} {'first ms':>9} {'new T ms':>9} {'error':>8}"
     ]
     for row in rows:
         if "skipped" in row:
@@ -225,6 +180,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{number('forward_graph_ms', '8.3f'):>8} {number('both_eager_ms', '10.3f'):>10} "
             f"{number('both_graph_ms', '8.3f'):>8} {number('both_graph_share', '6.3f'):>6} "
             f"{number('kept_bytes', '9.1f', 2**20):>9} {number('peak_bytes', '9.1f', 2**20):>9} "
+            f"{number('first_call_ms', '9.1f'):>9} {number('new_tokens_ms', '9.1f'):>9} "
             f"{number('y_error', '8.1e'):>8}"
         )
     return "\n".join(lines)
@@ -233,18 +189,31 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench/peers", description=__doc__.split("\n\n")[0])
     parser.add_argument(
-        "--shape", action="append", default=[], metavar="NAME|T,d,n,E,K", help="repeatable; default: all"
+        "--shape", action="append", default=[], metavar="NAME[@T]|T,d,n,E,K", help="repeatable; default: all"
     )
     parser.add_argument(
         "--peer", action="append", default=[], choices=list(PEERS), help="repeatable; default: all"
     )
-    parser.add_argument("--repeats", type=int, default=12, help="timed calls of each kind (default 12)")
+    parser.add_argument("--turns", type=int, default=4, help="turns of the peers (default 4)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed calls of each kind a turn (default 3)")
     parser.add_argument(
         "--skew", type=float, default=0.0, help="Zipf exponent of the routing (default 0: uniform)"
     )
+    parser.add_argument("--profile", action="store_true", help="time every kernel and product as well")
+    parser.add_argument(
+        "--warm-caches",
+        action="store_true",
+        help="peers that compile have found their kernels on disk: leave out what their first calls took",
+    )
+    parser.add_argument(
+        "--skip-new-tokens", action="store_true", help="no call with another T of peers that compile"
+    )
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="begin no shape after this time")
+    parser.add_argument("--resume", action="store_true", help="leave out shapes that OUT has rows of")
     parser.add_argument("--commit", default="unknown", help="commit of moestro, for the rows")
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
+    parser.add_argument("--out", type=Path, help="JSON lines are appended here, shape by shape")
     arguments = parser.parse_args()
+    start = time.monotonic()
     try:
         shapes = [parse_shape(text) for text in arguments.shape] or list(SHAPES.items())
     except ValueError as error:
@@ -253,15 +222,23 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("bench/peers: no CUDA device is available", file=sys.stderr)
         return 1
+    if arguments.resume and arguments.out is not None and arguments.out.exists():
+        done = {json.loads(line)["shape"] for line in arguments.out.open()}
+        shapes = [(name, shape) for name, shape in shapes if name not in done]
     common = {**environment(), "commit": arguments.commit}
-    everything: list[dict[str, Any]] = []
     for name, shape in shapes:
+        if arguments.budget is not None and time.monotonic() - start > arguments.budget:
+            print(f"bench/peers: out of time before {name}", file=sys.stderr)
+            break
+        began = time.monotonic()
         rows = run_shape(name, shape, arguments, common)
-        everything += rows
+        gc.collect()
+        torch.cuda.empty_cache()
         if arguments.out is not None:
             with arguments.out.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
         print(table(rows), flush=True)
+        print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
     return 0
 
 

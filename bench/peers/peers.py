@@ -4,6 +4,7 @@
 peer computes from the router's ids (sorting, index lists) is inside `forward`; the router is not.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,16 @@ class Problem(NamedTuple):
     d_y: Tensor  # [T, d]
 
 
-def make_problem(shape: Shape, *, num_tokens: int | None = None, seed: int = 0, skew: float = 0.0) -> Problem:
-    """Random tensors and the top K of random logits; `skew` > 0 favours low ids (Zipf exponent)."""
+def make_problem(
+    shape: Shape,
+    *,
+    num_tokens: int | None = None,
+    seed: int = 0,
+    skew: float = 0.0,
+    weights: "Problem | None" = None,
+) -> Problem:
+    """Random tensors and the top K of random logits; `skew` > 0 favours low ids (Zipf exponent). The
+    experts' matrices are those of `weights` where that is given."""
     generator = torch.Generator("cuda").manual_seed(seed)
     tokens = shape.T if num_tokens is None else num_tokens
 
@@ -35,13 +44,18 @@ def make_problem(shape: Shape, *, num_tokens: int | None = None, seed: int = 0, 
     if skew > 0:
         logits -= skew * torch.arange(1, shape.E + 1, device="cuda").log()
     chosen = logits.topk(shape.K)
+    if weights is None:
+        w_up = normal(shape.E, 2 * shape.n, shape.d, scale=shape.d**-0.5).requires_grad_()
+        w_down = normal(shape.E, shape.d, shape.n, scale=shape.n**-0.5).requires_grad_()
+    else:
+        w_up, w_down = weights.w_up, weights.w_down
     return Problem(
         shape,
         normal(tokens, shape.d).requires_grad_(),
         chosen.indices.int(),
         chosen.values.softmax(-1).requires_grad_(),
-        normal(shape.E, 2 * shape.n, shape.d, scale=shape.d**-0.5).requires_grad_(),
-        normal(shape.E, shape.d, shape.n, scale=shape.n**-0.5).requires_grad_(),
+        w_up,
+        w_down,
         normal(tokens, shape.d),
     )
 
@@ -52,7 +66,7 @@ class Peer:
 
     name: str
     capturable = True
-    own_weights = False  # computes with weights of its own, not the problem's
+    compiles = False  # its first calls compile and tune, and what they find may be kept on disk
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -91,6 +105,21 @@ class MoestroSaveNone(Moestro):
     save = "none"
 
 
+class MoestroSaveAll(Moestro):
+    name = "moestro-all"
+    save = "all"
+
+
+class MoestroZipf(Moestro):
+    """The same rows and weights under routing of Zipf exponent 1."""
+
+    name = "moestro-zipf"
+
+    def __init__(self, problem: Problem) -> None:
+        skewed = make_problem(problem.shape, num_tokens=problem.x.shape[0], skew=1.0, weights=problem)
+        super().__init__(skewed)
+
+
 class TorchGroupedMM(Peer):
     """The usual way in PyTorch: sort, gather, grouped_mm, SwiGLU, grouped_mm, weigh, scatter back."""
 
@@ -115,51 +144,79 @@ class TorchGroupedMM(Peer):
 class ScatterMoE(Peer):
     name = "scattermoe"
     capturable = False
+    compiles = True
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        from scattermoe import kernels
-        from scattermoe.parallel_experts import parallel_linear
+        from scattermoe.parallel_experts import flatten_sort_count, parallel_linear
 
-        self.kernels, self.parallel_linear = kernels, parallel_linear
+        self.sort, self.parallel_linear = flatten_sort_count, parallel_linear
 
     def forward(self) -> Tensor:
         p = self.problem
-        ids = p.expert_ids.long()
-        sorted_ids, order = self.kernels.ops.flatten_and_sort(ids)
-        padded, offsets = self.kernels.ops.padded_block_indices(sorted_ids, p.shape.E)
-        h = self.parallel_linear(
-            p.x, p.w_up.transpose(1, 2), p.shape.K, sorted_ids, order, padded, offsets, grouped_out=True
-        )
+        index = self.sort(p.expert_ids.long(), p.shape.E)  # sorted ids, their slots, offsets
+        h = self.parallel_linear(p.x, p.w_up.transpose(1, 2), p.shape.K, *index, grouped_out=True)
         gate, up = h.chunk(2, dim=-1)
         return self.parallel_linear(
             F.silu(gate) * up,
             p.w_down.transpose(1, 2),
             1,
-            sorted_ids,
-            order,
-            padded,
-            offsets,
+            *index,
             grouped_in=True,
             gates=p.weights.to(p.x.dtype),
         )
 
 
+# Its tuner's full list takes minutes a shape; these seven tiles, clusters of 2x1, hold every choice that it
+# was seen to make: (tile M, tile N, ping-pong).
+SONICMOE_TILES = (
+    (128, 128, True),
+    (128, 160, True),
+    (128, 192, True),
+    (192, 128, True),
+    (256, 128, False),
+    (256, 192, False),
+    (128, 256, False),
+)
+
+
+def _shorten_sonicmoe_tuning() -> None:
+    """To be called before quack.gemm_interface is imported."""
+    from quack import gemm_config
+
+    everything = gemm_config.get_all_configs
+
+    def few(epilogue: str | None = None, tune_coop: bool = True) -> list[Any]:
+        return [
+            c
+            for c in everything(epilogue, tune_coop)
+            if c.device_capacity == 9
+            and not c.swap_ab
+            and (c.cluster_m, c.cluster_n) == (2, 1)
+            and (c.tile_m, c.tile_n, c.pingpong) in SONICMOE_TILES
+        ]
+
+    if not hasattr(everything, "shortened"):
+        few.shortened = True
+        gemm_config.get_all_configs = few
+
+
 class SonicMoE(Peer):
-    """sonic-moe 0.1.2: interleaved W1 as its own default, weights as [2n, d, E] and [d, n, E] views."""
+    """sonic-moe 0.1.2.post1: interleaved W1 as its own default, weights as [2n, d, E] and [d, n, E] views."""
 
     name = "sonicmoe"
+    compiles = True
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
+        _shorten_sonicmoe_tuning()
         from sonicmoe.enums import ActivationType
         from sonicmoe.functional import _DownProjection, _UpProjection
         from sonicmoe.functional.triton_kernels import TC_topk_router_metadata_triton
 
         self.activation = ActivationType.SWIGLU
         self.up, self.down, self.metadata = _UpProjection, _DownProjection, TC_topk_router_metadata_triton
-        p = problem
-        gate, up = p.w_up.detach().chunk(2, dim=1)
+        gate, up = problem.w_up.detach().chunk(2, dim=1)
         self.w_up = torch.stack((gate, up), dim=2).flatten(1, 2).contiguous().requires_grad_()
 
     def leaves(self) -> list[Tensor]:
@@ -168,7 +225,7 @@ class SonicMoE(Peer):
 
     def forward(self) -> Tensor:
         p = self.problem
-        T, _, _, E, K = p.shape
+        E, K = p.shape.E, p.shape.K
         T = p.x.shape[0]
         rows = T * K
 
@@ -177,47 +234,29 @@ class SonicMoE(Peer):
 
         counts, offsets, gather, scatter, reverse = ints(E), ints(E + 1), ints(rows), ints(rows), ints(rows)
         self.metadata(p.expert_ids, E, counts, offsets, gather, scatter, reverse)
-        stream = torch.cuda.current_stream().cuda_stream
-        y1, h = self.up.apply(
+        # no offsets of a variable number of experts a token; not variable
+        index = (gather, scatter, reverse, None, False)
+        a, h = self.up.apply(
             p.x,
             self.w_up.permute(1, 2, 0),
             None,
             offsets,
             rows,
             K,
-            stream,
-            gather,
-            scatter,
-            reverse,
-            None,
-            False,
+            *index,
             self.activation,
             not torch.is_grad_enabled(),
         )
         return self.down.apply(
-            y1,
-            h,
-            p.w_down.permute(1, 2, 0),
-            None,
-            p.weights,
-            p.expert_ids,
-            offsets,
-            T,
-            K,
-            stream,
-            gather,
-            scatter,
-            reverse,
-            None,
-            False,
-            self.activation,
+            a, h, p.w_down.permute(1, 2, 0), None, p.weights, offsets, T, K, *index, self.activation
         )
 
 
 class MegaBlocks(Peer):
+    """The dropless MLP over grouped_gemm, with weights of its own copied from the problem's."""
+
     name = "megablocks"
     capturable = False
-    own_weights = True
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -239,26 +278,42 @@ class MegaBlocks(Peer):
             return_bias=False,
         )
         self.mlp = ParallelDroplessMLP(arguments).cuda().bfloat16()
+        gate, up = problem.w_up.detach().chunk(2, dim=1)
+        with torch.no_grad():
+            self.mlp.mlp.w1.copy_(gate.flatten(0, 1))
+            self.mlp.mlp.v1.copy_(up.flatten(0, 1))
+            self.mlp.mlp.w2.copy_(problem.w_down.detach().transpose(1, 2).flatten(0, 1))
 
     def leaves(self) -> list[Tensor]:
         return [self.problem.x, self.problem.weights, *self.mlp.parameters()]
 
     def forward(self) -> Tensor:
         p = self.problem
-        y: Any = self.mlp(p.x, None, p.weights.to(p.x.dtype), p.expert_ids.long())
-        return y[0] if isinstance(y, tuple) else y
+        y = self.mlp.forward_once(p.x, p.weights.to(p.x.dtype), p.expert_ids)[0]
+        return y.view_as(p.x)
 
 
 PEERS: dict[str, type[Peer]] = {
-    peer.name: peer for peer in (Moestro, MoestroSaveNone, TorchGroupedMM, ScatterMoE, SonicMoE, MegaBlocks)
+    peer.name: peer
+    for peer in (
+        Moestro,
+        MoestroSaveNone,
+        MoestroSaveAll,
+        MoestroZipf,
+        TorchGroupedMM,
+        ScatterMoE,
+        SonicMoE,
+        MegaBlocks,
+    )
 }
 
 
 class CublasBound:
     """The six products alone as batched matmuls of equal experts: nothing gathers, activates or sums."""
 
-    def __init__(self, shape: Shape) -> None:
-        rows = shape.T * shape.K // shape.E
+    def __init__(self, problem: Problem) -> None:
+        shape = problem.shape
+        rows = max(1, problem.x.shape[0] * shape.K // shape.E)
 
         def normal(*extents: int) -> Tensor:
             return torch.randn(extents, device="cuda", dtype=torch.bfloat16)
@@ -266,16 +321,23 @@ class CublasBound:
         self.x = normal(shape.E, rows, shape.d)
         self.h = normal(shape.E, rows, 2 * shape.n)
         self.a = normal(shape.E, rows, shape.n)
-        self.w_up = normal(shape.E, 2 * shape.n, shape.d)
-        self.w_down = normal(shape.E, shape.d, shape.n)
+        self.w_up, self.w_down = problem.w_up.detach(), problem.w_down.detach()
+
+    def products(self) -> dict[str, Callable[[], Tensor]]:
+        """By the stage that each belongs to."""
+        return {
+            "up": lambda: torch.bmm(self.x, self.w_up.transpose(1, 2)),
+            "down": lambda: torch.bmm(self.a, self.w_down.transpose(1, 2)),
+            "down_backward": lambda: torch.bmm(self.x, self.w_down),
+            "up_backward": lambda: torch.bmm(self.h, self.w_up),
+            "down_weight_backward": lambda: torch.bmm(self.x.transpose(1, 2), self.a),
+            "up_weight_backward": lambda: torch.bmm(self.h.transpose(1, 2), self.x),
+        }
 
     def forward(self) -> None:
-        torch.bmm(self.x, self.w_up.transpose(1, 2))
-        torch.bmm(self.a, self.w_down.transpose(1, 2))
+        for name in ("up", "down"):
+            self.products()[name]()
 
     def forward_backward(self) -> None:
-        self.forward()
-        torch.bmm(self.x, self.w_down)  # dA
-        torch.bmm(self.h, self.w_up)  # dX~
-        torch.bmm(self.x.transpose(1, 2), self.a)  # dW2
-        torch.bmm(self.h.transpose(1, 2), self.x)  # dW1
+        for product in self.products().values():
+            product()

@@ -45,13 +45,14 @@ SHAPES: dict[str, Shape] = {
 
 
 def parse_shape(text: str) -> tuple[str, Shape]:
-    """A name of SHAPES, or "T,d,n,E,K"."""
-    if text in SHAPES:
-        return text, SHAPES[text]
+    """A name of SHAPES, the same with another number of tokens ("olmoe@16"), or "T,d,n,E,K"."""
+    name, _, tokens = text.partition("@")
+    if name in SHAPES and (not tokens or (tokens.isdecimal() and int(tokens) > 0)):
+        return text, SHAPES[name]._replace(T=int(tokens)) if tokens else SHAPES[name]
     try:
         values = [int(part) for part in text.split(",")]
         if len(values) == 5 and min(values) > 0:
             return text, Shape(*values)
     except ValueError:
         pass
-    raise ValueError(f"shape: {text!r} is neither T,d,n,E,K nor one of {', '.join(SHAPES)}")
+    raise ValueError(f"shape: {text!r} is neither T,d,n,E,K nor one of {', '.join(SHAPES)}, nor NAME@T")

@@ -1,0 +1,167 @@
+"""How a peer's layer is measured. Times are milliseconds between events on the current stream."""
+
+import gc
+import re
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peers import Peer, make_problem
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+Call = Callable[[], Any]
+
+
+def _samples_ms(run: Call, repeats: int) -> list[float]:
+    """Single calls, after one that is not counted. The host runs ahead of the device, so that in eager mode
+    a call costs the larger of its launch work and its device work."""
+    run()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        run()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+
+
+def medians_in_turns(calls: dict[Any, Call], *, turns: int, repeats: int) -> dict[Any, float]:
+    """Medians of all calls. Every turn runs each of them `repeats` times, and begins with another one: the
+    card slows down as it warms, and what is timed first, once, would look better than the rest."""
+    samples: dict[Any, list[float]] = {key: [] for key in calls}
+    keys = list(calls)
+    for turn in range(turns):
+        first = turn * len(keys) // turns
+        for key in keys[first:] + keys[:first]:
+            samples[key] += _samples_ms(calls[key], repeats)
+    return {key: statistics.median(values) for key, values in samples.items()}
+
+
+def clear(peer: Peer) -> None:
+    for leaf in peer.leaves():
+        leaf.grad = None
+
+
+def step(peer: Peer) -> Call:
+    """Forward and backward of one layer."""
+
+    def run() -> None:
+        torch.autograd.backward(peer.forward(), peer.problem.d_y)
+        clear(peer)
+
+    return run
+
+
+def wall_ms(run: Call) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def y_error(peer: Peer, tokens: int = 64) -> float:
+    """Relative error of y against a float32 loop, over the first tokens."""
+    p = peer.problem
+    with torch.no_grad():
+        y = peer.forward()[:tokens].float()
+        x, ids = p.x[:tokens].float(), p.expert_ids[:tokens].long()
+        expected = torch.zeros_like(y)
+        for k in range(p.shape.K):
+            for t in range(x.shape[0]):
+                gate, up = (p.w_up[ids[t, k]].float() @ x[t]).chunk(2)
+                expected[t] += p.weights[t, k] * (
+                    p.w_down[ids[t, k]].float() @ (torch.nn.functional.silu(gate) * up)
+                )
+    return float((y - expected).norm() / expected.norm())
+
+
+def memory(peer: Peer) -> dict[str, int]:
+    """Bytes: kept from forward to backward beyond x and y, and the peak over both beyond the inputs."""
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = peer.forward()
+    kept = torch.cuda.memory_allocated() - before - y.nbytes
+    torch.autograd.backward(y, peer.problem.d_y)
+    peak = torch.cuda.max_memory_allocated() - before
+    del y
+    clear(peer)
+    return {"kept_bytes": kept, "peak_bytes": peak}
+
+
+def host_us(peer: Peer, repeats: int = 7) -> dict[str, float]:
+    """Medians of the host's own time, the device idle at the start of each call."""
+    forward, backward = [], []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        y = peer.forward()
+        forward.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        torch.autograd.backward(y, peer.problem.d_y)
+        backward.append(time.perf_counter() - start)
+        del y
+        clear(peer)
+    torch.cuda.synchronize()
+    return {
+        "forward_host_us": 1e6 * statistics.median(forward),
+        "backward_host_us": 1e6 * statistics.median(backward),
+    }
+
+
+def new_tokens_ms(peer: Peer) -> float:
+    """The first call with another number of tokens, on the same weights."""
+    problem = peer.problem
+    tokens = max(1, problem.x.shape[0] - 384)
+    other = type(peer)(make_problem(problem.shape, num_tokens=tokens, seed=1, weights=problem))
+    elapsed = wall_ms(step(other))
+    clear(other)
+    return elapsed
+
+
+def capture(run: Call) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def kernels_us(peer: Peer, repeats: int = 3) -> list[tuple[str, float]]:
+    """Kernels, copies and fills of one step in the order of their launch, each with its mean microseconds;
+    empty where the profiler sees none."""
+    run = step(peer)
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    count = len(events) // repeats
+    if count == 0 or len(events) % repeats != 0:
+        return []
+    return [
+        (
+            short_name(events[i].name),
+            statistics.mean(events[i + r * count].time_range.elapsed_us() for r in range(repeats)),
+        )
+        for i in range(count)
+    ]
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without return type, anonymous namespaces, arguments and the tail of its template's."""
+    name = re.sub(r"\(anonymous namespace\)::|^void |\(.*$", "", name)
+    return name if len(name) <= 160 else name[:157] + "..."
