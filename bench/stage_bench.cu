@@ -392,6 +392,27 @@ void bench_layer(Bench& bench, const LayerShape& shape, const std::string& only)
     bench.report("layer_backward", shape.name,
                  bench.time(1, 8, [&] { return layer_backward(config, backward, ctx); }), 6 * product, 0);
   }
+  if (wants("accumulate")) {  // the step's gradients of the weights in their own dtype, and added to f32 ones
+    moestro::LayerBackwardArgs adding = backward;
+    adding.d_w_up = memory.tensor(DType::kF32, {shape.num_experts, width, shape.d_model});
+    adding.d_w_down = memory.tensor(DType::kF32, {shape.num_experts, shape.d_model, shape.d_ff});
+    adding.accumulate = true;
+    std::vector<double> plain_us, adding_us;
+    for (int turn = 0; turn < 3; ++turn) {
+      const auto step = [&](const moestro::LayerBackwardArgs& args) {
+        return bench.time(1, 8, [&] {
+          const Status status = layer_forward(config, forward, ctx);
+          return status.ok() ? layer_backward(config, args, ctx) : status;
+        });
+      };
+      plain_us.push_back(step(backward));
+      adding_us.push_back(step(adding));
+    }
+    std::sort(plain_us.begin(), plain_us.end());
+    std::sort(adding_us.begin(), adding_us.end());
+    bench.report("layer_step", shape.name, plain_us[1], 9 * product, 0);
+    bench.report("layer_step_f32_accumulate", shape.name, adding_us[1], 9 * product, 0);
+  }
   if (wants("host")) {
     const auto host_us = [&](const std::function<Status()>& call) {
       constexpr int kCalls = 20;
@@ -571,7 +592,8 @@ int main(int argc, char** argv) {
   if (wants("rounding")) bench_rounding(bench);
   for (const LayerShape& shape : kLayerShapes) {
     if (!is_listed(shapes, shape.name)) continue;
-    if (wants("stages") || wants("layer") || wants("host")) bench_layer(bench, shape, only);
+    if (wants("stages") || wants("layer") || wants("host") || wants("accumulate"))
+      bench_layer(bench, shape, only);
     // Asked for by name only: it takes three layers' memory.
     if (only.find("rounded") != std::string::npos) bench_rounded_layer(bench, shape);
   }
