@@ -54,6 +54,7 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
+        "run": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "path": os.environ.get("MOESTRO_PATH", "auto"),
     }
 

@@ -162,6 +162,7 @@ def kernels_us(peer: Peer, repeats: int = 3) -> list[tuple[str, float]]:
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without return type, anonymous namespaces, arguments and the tail of its template's."""
-    name = re.sub(r"\(anonymous namespace\)::|^void |\(.*$", "", name)
+    """A kernel's name without return type, namespaces of moestro, casts in its template and arguments."""
+    name = re.sub(r"\(anonymous namespace\)::|\([\w:]+\)(?=-?\d)|^void |moestro::cuda::(hopper::)?", "", name)
+    name = name.partition("(")[0]
     return name if len(name) <= 160 else name[:157] + "..."
