@@ -556,68 +556,6 @@ void bench_rounded_layer(Bench& bench, const LayerShape& shape) {
   }
 }
 
-/// The products of a few tokens, as in decoding: up without H, and down, on both paths in turns.
-void bench_decode(const Bench& original) {
-  const LayerShape shapes[] = {{"olmoe", 0, 2048, 1024, 64, 8},
-                               {"qwen3-30b", 0, 2048, 768, 128, 8},
-                               {"deepseek-v3", 0, 7168, 2048, 256, 8}};
-  for (const LayerShape& shape : shapes) {
-    Memory weights;
-    const TensorView w_up =
-        weights.tensor(DType::kBF16, {shape.num_experts, 2 * shape.d_ff, shape.d_model}, 0.02F);
-    const TensorView w_down =
-        weights.tensor(DType::kBF16, {shape.num_experts, shape.d_model, shape.d_ff}, 0.02F);
-    for (const std::int64_t num_tokens : {1, 4, 16, 64, 256}) {
-      Memory memory;
-      Bench bench = original;
-      LayerConfig config;
-      config.num_tokens = num_tokens;
-      config.d_model = shape.d_model;
-      config.d_ff = shape.d_ff;
-      config.num_experts = shape.num_experts;
-      config.top_k = shape.top_k;
-      config.dtype = DType::kBF16;
-      const moestro::LayerBytes bytes = moestro::layer_bytes(config, bench.ctx);
-      bench.ctx.workspace_bytes = std::max(bytes.forward_workspace, bytes.backward_workspace);
-      bench.ctx.workspace = memory.take(bench.ctx.workspace_bytes);
-      const std::int64_t num_slots = config.num_slots();
-      moestro::RouterForwardArgs router;
-      router.logits = memory.tensor(DType::kBF16, {num_tokens, shape.num_experts}, 1.0F);
-      router.expert_ids = memory.tensor(DType::kI32, {num_tokens, shape.top_k});
-      router.weights = memory.tensor(DType::kF32, {num_tokens, shape.top_k});
-      check(moestro::router_forward(router, bench.ctx));
-      moestro::DispatchArgs dispatch;
-      dispatch.expert_ids = router.expert_ids;
-      dispatch.num_experts = shape.num_experts;
-      dispatch.index = moestro::carve_index(
-          memory.take(moestro::index_bytes(num_slots, shape.num_experts)), num_slots, shape.num_experts);
-      check(moestro::dispatch_forward(dispatch, bench.ctx));
-      moestro::UpForwardArgs up;
-      up.x = memory.tensor(DType::kBF16, {num_tokens, shape.d_model}, 1.0F);
-      up.w_up = w_up;
-      up.index = dispatch.index;
-      up.a = memory.tensor(DType::kBF16, {num_slots, shape.d_ff});
-      moestro::DownForwardArgs down;
-      down.a = up.a;
-      down.w_down = w_down;
-      down.index = dispatch.index;
-      down.y_rows = memory.tensor(DType::kBF16, {num_slots, shape.d_model});
-      char name[64];
-      std::snprintf(name, sizeof name, "%s,T%lld", shape.name, static_cast<long long>(num_tokens));
-      const double product =
-          2.0 * static_cast<double>(num_slots) * static_cast<double>(shape.d_model * shape.d_ff);
-      for (int turn = 0; turn < 4; ++turn) {
-        bench.path = turn % 2 == 0 ? "hopper" : "portable";
-        bench.ctx.path = turn % 2 == 0 ? moestro::KernelPath::kHopper : moestro::KernelPath::kPortable;
-        bench.report("up_forward_a", name, bench.time(8, 8, [&] { return up_forward(up, bench.ctx); }),
-                     2 * product, 0);
-        bench.report("down_forward", name, bench.time(8, 8, [&] { return down_forward(down, bench.ctx); }),
-                     product, 0);
-      }
-    }
-  }
-}
-
 /// Is `name` one of a comma-separated list?
 bool is_listed(const std::string& list, const std::string& name) {
   std::stringstream items(list);
@@ -652,7 +590,6 @@ int main(int argc, char** argv) {
     bench_router_and_dispatch(bench, wants("router"), wants("dispatch"));
   if (wants("router")) bench_grouped_router(bench);
   if (wants("rounding")) bench_rounding(bench);
-  if (only.find("decode") != std::string::npos) bench_decode(bench);
   for (const LayerShape& shape : kLayerShapes) {
     if (!is_listed(shapes, shape.name)) continue;
     if (wants("stages") || wants("layer") || wants("host") || wants("accumulate"))

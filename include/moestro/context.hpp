@@ -21,6 +21,9 @@ struct Context {
   int num_threads = 0;        ///< CPU workers; 0 means all processors
   void* workspace = nullptr;  ///< scratch, 256-byte aligned, on the backend's device
   std::size_t workspace_bytes = 0;
+  /// Set by the layer for its stages: 1, 2, …: the first prepares the workspace for those after it. A stage
+  /// that is called alone has 0.
+  int place_in_layer = 0;
 };
 
 }  // namespace moestro

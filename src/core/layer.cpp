@@ -55,12 +55,22 @@ Scratch lay_out_scratch(const LayerConfig& config, const Backend& backend, const
   return {arena->take(bytes), bytes};
 }
 
-Context with_scratch(const Context& ctx, const Scratch& scratch) {
-  Context stage_ctx = ctx;
-  stage_ctx.workspace = scratch.data;
-  stage_ctx.workspace_bytes = scratch.bytes;
-  return stage_ctx;
-}
+/// The contexts of a call's stages, in their order.
+class StageContexts {
+ public:
+  StageContexts(const Context& ctx, const Scratch& scratch) : ctx_(ctx) {
+    ctx_.workspace = scratch.data;
+    ctx_.workspace_bytes = scratch.bytes;
+    ctx_.place_in_layer = 0;
+  }
+  Context next() {
+    ++ctx_.place_in_layer;
+    return ctx_;
+  }
+
+ private:
+  Context ctx_;
+};
 
 struct ForwardWorkspace {
   Scratch scratch;
@@ -277,7 +287,7 @@ Status layer_forward(const LayerConfig& config, const LayerForwardArgs& given, c
   Arena arena(ctx.workspace);
   const ForwardWorkspace workspace = lay_out_forward(config, inference, *backend, ctx, &arena);
   MOESTRO_RETURN_IF_ERROR(check_bytes(kName, "workspace", ctx.workspace, ctx.workspace_bytes, arena.peak()));
-  const Context stage_ctx = with_scratch(ctx, workspace.scratch);
+  StageContexts contexts(ctx, workspace.scratch);
   const Index index = inference ? workspace.index : saved.index;
   const TensorView a = inference || !keeps_a(config) ? workspace.a : saved.a;
 
@@ -286,17 +296,17 @@ Status layer_forward(const LayerConfig& config, const LayerForwardArgs& given, c
   dispatch.token_offsets = args.token_offsets;
   dispatch.num_experts = config.num_experts;
   dispatch.index = index;
-  MOESTRO_RETURN_IF_ERROR(backend->dispatch_forward(dispatch, stage_ctx));
+  MOESTRO_RETURN_IF_ERROR(backend->dispatch_forward(dispatch, contexts.next()));
 
   if (is_before(config)) {
     MOESTRO_RETURN_IF_ERROR(
-        backend->dispatch_row_weights({args.weights, index, workspace.row_weights}, stage_ctx));
+        backend->dispatch_row_weights({args.weights, index, workspace.row_weights}, contexts.next()));
   }
 
   UpForwardArgs up = up_inputs(config, args, workspace.row_weights, index);
   if (!inference) up.h = saved.h;
   up.a = a;
-  MOESTRO_RETURN_IF_ERROR(backend->up_forward(up, stage_ctx));
+  MOESTRO_RETURN_IF_ERROR(backend->up_forward(up, contexts.next()));
 
   DownForwardArgs down;
   down.a = a;
@@ -304,7 +314,7 @@ Status layer_forward(const LayerConfig& config, const LayerForwardArgs& given, c
   down.b_down = args.b_down;
   down.index = index;
   down.y_rows = workspace.y_rows;
-  MOESTRO_RETURN_IF_ERROR(backend->down_forward(down, stage_ctx));
+  MOESTRO_RETURN_IF_ERROR(backend->down_forward(down, contexts.next()));
 
   CombineArgs combine;
   combine.rows = workspace.y_rows;
@@ -312,7 +322,7 @@ Status layer_forward(const LayerConfig& config, const LayerForwardArgs& given, c
   combine.token_offsets = args.token_offsets;
   combine.index = index;
   combine.tokens = args.y;
-  return backend->combine_forward(combine, stage_ctx);
+  return backend->combine_forward(combine, contexts.next());
 }
 
 Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given, const Context& ctx) {
@@ -371,20 +381,20 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
   Arena arena(ctx.workspace);
   const BackwardWorkspace workspace = lay_out_backward(config, grads, *backend, ctx, &arena);
   MOESTRO_RETURN_IF_ERROR(check_bytes(kName, "workspace", ctx.workspace, ctx.workspace_bytes, arena.peak()));
-  const Context stage_ctx = with_scratch(ctx, workspace.scratch);
+  StageContexts contexts(ctx, workspace.scratch);
   const BackwardPlan plan = plan_backward(config, grads);
   const Index& index = saved.index;
   const bool gated = is_gated(config.activation.kind);
 
   if (plan.row_weights) {
     MOESTRO_RETURN_IF_ERROR(
-        backend->dispatch_row_weights({args.weights, index, workspace.row_weights}, stage_ctx));
+        backend->dispatch_row_weights({args.weights, index, workspace.row_weights}, contexts.next()));
   }
 
   if (plan.recompute_h) {
     UpForwardArgs up = up_inputs(config, args, workspace.row_weights, index);
     up.h = workspace.h;
-    MOESTRO_RETURN_IF_ERROR(backend->up_forward(up, stage_ctx));
+    MOESTRO_RETURN_IF_ERROR(backend->up_forward(up, contexts.next()));
   }
 
   if (plan.down) {
@@ -404,7 +414,7 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
     down.d_h_bias = workspace.d_h_bias;
     down.a_scaled = workspace.a_scaled;
     down.d_weights = args.d_weights;
-    MOESTRO_RETURN_IF_ERROR(backend->down_backward(down, stage_ctx));
+    MOESTRO_RETURN_IF_ERROR(backend->down_backward(down, contexts.next()));
   }
 
   if (grads.w_down || grads.b_down) {
@@ -416,7 +426,7 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
     down_weight.d_w_down = args.d_w_down;
     down_weight.d_b_down = args.d_b_down;
     down_weight.accumulate = args.accumulate;
-    MOESTRO_RETURN_IF_ERROR(backend->down_weight_backward(down_weight, stage_ctx));
+    MOESTRO_RETURN_IF_ERROR(backend->down_weight_backward(down_weight, contexts.next()));
   }
 
   if (grads.x) {
@@ -427,14 +437,14 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
     up.gate_layout = config.gate_layout;
     up.gated = gated;
     up.d_x_rows = workspace.d_x_rows;
-    MOESTRO_RETURN_IF_ERROR(backend->up_backward(up, stage_ctx));
+    MOESTRO_RETURN_IF_ERROR(backend->up_backward(up, contexts.next()));
 
     CombineArgs combine;
     combine.rows = workspace.d_x_rows;
     combine.token_offsets = args.token_offsets;
     combine.index = index;
     combine.tokens = args.d_x;
-    MOESTRO_RETURN_IF_ERROR(backend->combine_backward(combine, stage_ctx));
+    MOESTRO_RETURN_IF_ERROR(backend->combine_backward(combine, contexts.next()));
   }
 
   if (grads.w_up || grads.b_up) {
@@ -448,7 +458,7 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
     up_weight.d_w_up = args.d_w_up;
     up_weight.d_b_up = args.d_b_up;
     up_weight.accumulate = args.accumulate;
-    MOESTRO_RETURN_IF_ERROR(backend->up_weight_backward(up_weight, stage_ctx));
+    MOESTRO_RETURN_IF_ERROR(backend->up_weight_backward(up_weight, contexts.next()));
   }
   return {};
 }

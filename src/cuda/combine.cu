@@ -4,6 +4,7 @@
 
 #include "cuda/cuda.hpp"
 #include "cuda/device.hpp"
+#include "cuda/device/chain.cuh"
 #include "cuda/device/numeric.cuh"
 #include "cuda/support.hpp"
 
@@ -57,6 +58,8 @@ struct Piece {
 
 template <typename T, int kCount, int kInFlight, int kPieces>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineParams p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   std::int64_t t;
   std::int64_t column;
@@ -122,18 +125,18 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 }
 
 template <typename T, int kCount, int kPieces>
-void launch_combine(CombineParams params, cudaStream_t stream) {
+Status launch_combine(CombineParams params, const Context& ctx) {
   params.pieces = static_cast<std::int32_t>(params.width / (kCount * kPieces));
-  const auto blocks = static_cast<unsigned>(ceil_div(params.num_tokens * params.pieces, kThreads));
   const auto launch = [&]<int kInFlight>() {
-    combine_kernel<T, kCount, kInFlight, kPieces><<<blocks, kThreads, 0, stream>>>(params);
+    return launch_kernel("combine_kernel", combine_kernel<T, kCount, kInFlight, kPieces>,
+                         {ceil_div(params.num_tokens * params.pieces, kThreads), kThreads}, params, ctx);
   };
   const bool ragged = params.token_offsets != nullptr;
   if (!ragged && params.top_k <= 2) return launch.template operator()<2>();
   if constexpr (kPieces == 1) {
     if (ragged || params.top_k > 4) return launch.template operator()<8>();
   }
-  launch.template operator()<4>();
+  return launch.template operator()<4>();
 }
 
 }  // namespace
@@ -162,18 +165,14 @@ Status combine_forward(const CombineArgs& args, const Context& ctx) {
   params.top_k = ragged ? 0 : static_cast<std::int32_t>(params.num_slots / params.num_tokens);
 
   const DeviceGuard guard(device->ordinal);
-  const cudaStream_t stream = stream_of(ctx);
-  with_element_type(args.rows.dtype, [&]<typename T>() {
+  return with_element_type(args.rows.dtype, [&]<typename T>() {
     constexpr int kVector = 16 / static_cast<int>(sizeof(T));
     if (params.width % kVector != 0 || !rows_are_aligned(args.rows) || !rows_are_aligned(args.tokens)) {
-      launch_combine<T, 1, 1>(params, stream);
-    } else if (params.width % (2 * kVector) != 0) {
-      launch_combine<T, kVector, 1>(params, stream);
-    } else {
-      launch_combine<T, kVector, 2>(params, stream);
+      return launch_combine<T, 1, 1>(params, ctx);
     }
+    if (params.width % (2 * kVector) != 0) return launch_combine<T, kVector, 1>(params, ctx);
+    return launch_combine<T, kVector, 2>(params, ctx);
   });
-  return check_launch("combine_kernel");
 }
 
 /// The same sum: dX~ comes with its weights inside, so backward's `weights` is absent.

@@ -13,6 +13,7 @@
 
 #include "cuda/cuda.hpp"
 #include "cuda/device.hpp"
+#include "cuda/device/chain.cuh"
 #include "cuda/support.hpp"
 
 namespace moestro::cuda {
@@ -62,6 +63,7 @@ Status plan_dispatch(const Device& device, std::int64_t num_slots, std::int64_t 
   plan->slots_per_warp = ceil_div(ceil_div(num_slots, warps), 32) * 32;
   plan->slots_per_block = plan->slots_per_warp * plan->warps_per_block;
   plan->workspace_bytes =
+      kCounterBytes +
       static_cast<std::size_t>(plan->num_blocks * histogram_columns(num_experts)) * sizeof(std::uint32_t);
   return {};
 }
@@ -85,6 +87,7 @@ struct DispatchParams {
   bool one_chunk;  // a warp's slots stay in registers
   Index index;
   void* histogram;  // [blocks, columns] of Count
+  int* counters_to_clear;
   int phases;
 };
 
@@ -445,8 +448,16 @@ __device__ void place_slots(const DispatchParams& p, const Shared& shared, SlotG
   }
 }
 
+/// By the first block of the layer's first kernel.
+__device__ __forceinline__ void clear_counters(int* counters) {
+  if (counters == nullptr || blockIdx.x != 0) return;
+  for (unsigned i = threadIdx.x; i < kCounterBytes / sizeof(int); i += blockDim.x) counters[i] = 0;
+}
+
 template <typename Id, bool kPlain, typename Count>
 __global__ void __launch_bounds__(32 * kMaxWarps) dispatch_kernel(const __grid_constant__ DispatchParams p) {
+  let_next_kernel_start();  // launched as usual: all before it is complete
+  clear_counters(p.counters_to_clear);
   extern __shared__ __align__(16) std::int32_t words[];
   const Shared shared(words, p.columns, static_cast<int>(blockDim.x) / 32);
   SlotGroups kept;
@@ -469,10 +480,14 @@ struct RowWeightsParams {
   std::int32_t num_slots;
   const std::int32_t* map;
   Real* row_weights;
+  int* counters_to_clear;
 };
 
 template <typename Real>
 __global__ void __launch_bounds__(256) row_weights_kernel(const __grid_constant__ RowWeightsParams<Real> p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  clear_counters(p.counters_to_clear);
   const std::int64_t slot = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (slot >= p.num_slots) return;
   const std::int32_t row = p.map[slot];
@@ -548,7 +563,8 @@ Status dispatch_forward(const DispatchArgs& args, const Context& ctx) {
   const bool plain = !ragged && params.stride_choice == 1 && params.stride_token == params.top_k;
   params.one_chunk = plan.slots_per_warp <= 32 * kGroups;
   params.index = args.index;
-  params.histogram = ctx.workspace;
+  params.histogram = scratch_of(ctx);
+  params.counters_to_clear = counters_to_clear(ctx);
 
   const DeviceGuard guard(device->ordinal);
   const auto launch = [&]<typename Id, bool kPlain>() {
@@ -580,15 +596,12 @@ Status dispatch_row_weights(const RowWeightsArgs& args, const Context& ctx) {
     params.num_slots = static_cast<std::int32_t>(num_slots);
     params.map = args.index.token_index_map;
     params.row_weights = static_cast<Real*>(args.row_weights.data);
-    row_weights_kernel<Real>
-        <<<static_cast<unsigned>(ceil_div(num_slots, 256)), 256, 0, stream_of(ctx)>>>(params);
+    params.counters_to_clear = counters_to_clear(ctx);
+    return launch_kernel("row_weights_kernel", row_weights_kernel<Real>, {ceil_div(num_slots, 256), 256},
+                         params, ctx);
   };
-  if (args.weights.dtype == DType::kF64) {
-    launch.template operator()<double>();
-  } else {
-    launch.template operator()<float>();
-  }
-  return check_launch("row_weights_kernel");
+  return args.weights.dtype == DType::kF64 ? launch.template operator()<double>()
+                                           : launch.template operator()<float>();
 }
 
 }  // namespace moestro::cuda

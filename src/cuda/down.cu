@@ -1,10 +1,9 @@
 /// Down on CUDA: see down.hpp. Hopper's kernels where they take the call, else the portable ones of gemm/.
 #include "cuda/cuda.hpp"
 #include "cuda/device.hpp"
+#include "cuda/gemm/calls.cuh"
 #include "cuda/gemm/epilogue_down.cuh"
 #include "cuda/gemm/epilogue_rows.cuh"
-#include "cuda/gemm/epilogue_weights.cuh"
-#include "cuda/gemm/launch.hpp"
 #include "cuda/hopper/hopper.hpp"
 #include "cuda/path.hpp"
 #include "cuda/reduce.hpp"
@@ -13,43 +12,12 @@
 namespace moestro::cuda {
 namespace {
 
-using gemm::OuterProblem;
-using gemm::RowsProblem;
-
-template <typename T>
-T* data_or_null(const TensorView& view) {
-  return view.present() ? static_cast<T*>(view.data) : nullptr;
-}
+using gemm::data_or_null;
 
 template <typename T>
 Status portable_down_forward(const DownForwardArgs& args, const Device& device, cudaStream_t stream) {
   const std::int64_t d_model = args.w_down.extent[1];
-  RowsQuestion question;
-  question.dtype = args.a.dtype;
-  question.a = args.a.data;
-  question.a_rows = args.a.extent[0];
-  question.a_stride = args.a.stride[0];
-  question.b = args.w_down.data;
-  question.b_stride_expert = args.w_down.stride[0];
-  question.b_stride_j = args.w_down.stride[1];
-  question.b_stride_k = args.w_down.stride[2];
-  question.columns = d_model;
-  question.depth = args.w_down.extent[2];
-  question.max_tiles = max_tiles(args.a.extent[0], args.w_down.extent[0]);
-  const GemmPlan plan = plan_rows(question, device);
-
-  RowsProblem problem{};
-  problem.a = args.a.data;
-  problem.a_stride = question.a_stride;
-  problem.b = args.w_down.data;
-  problem.b_stride_expert = question.b_stride_expert;
-  problem.b_stride_j = question.b_stride_j;
-  problem.b_stride_k = question.b_stride_k;
-  problem.tiles = args.index.tiles;
-  problem.num_tiles = args.index.num_tiles;
-  problem.columns = d_model;
-  problem.depth = question.depth;
-  problem.n_tiles = static_cast<std::uint32_t>(ceil_div(d_model, gemm::kTileN));
+  const RowsQuestion question = gemm::rows_question(args.a, args.w_down, /*j_axis=*/1, args.a.extent[0]);
 
   gemm::StoreRowsEpilogue<T> epilogue{};
   epilogue.out = static_cast<T*>(args.y_rows.data);
@@ -58,7 +26,9 @@ Status portable_down_forward(const DownForwardArgs& args, const Device& device, 
   epilogue.bias_stride = args.b_down.present() ? args.b_down.stride[0] : 0;
   epilogue.columns = d_model;
   epilogue.vector = d_model % kPiece == 0 && rows_are_aligned(args.y_rows);
-  return gemm::launch_rows<T>(plan, problem, epilogue, device.ordinal, stream);
+  return gemm::launch_rows<T>(plan_rows(question, device),
+                              gemm::rows_problem(question, args.index, /*gather=*/nullptr), epilogue,
+                              device.ordinal, stream);
 }
 
 std::int64_t partial_columns(std::int64_t d_ff, bool has_b_down) {
@@ -69,33 +39,8 @@ template <typename T>
 Status portable_down_backward(const DownBackwardArgs& args, const Device& device, float* partials,
                               std::int64_t partials_stride, cudaStream_t stream) {
   const std::int64_t d_ff = args.w_down.extent[2];
-  RowsQuestion question;
-  question.dtype = args.d_y.dtype;
-  question.a = args.d_y.data;
-  question.a_rows = args.d_y.extent[0];
-  question.a_stride = args.d_y.stride[0];
-  question.b = args.w_down.data;
-  question.b_stride_expert = args.w_down.stride[0];
-  question.b_stride_j = args.w_down.stride[2];
-  question.b_stride_k = args.w_down.stride[1];
-  question.columns = d_ff;
-  question.depth = args.d_y.extent[1];
-  question.max_tiles = max_tiles(args.h.extent[0], args.w_down.extent[0]);
-  const GemmPlan plan = plan_rows(question, device);
-
-  RowsProblem problem{};
-  problem.a = args.d_y.data;
-  problem.a_stride = question.a_stride;
-  problem.gather = args.index.expert_token_indices;
-  problem.b = args.w_down.data;
-  problem.b_stride_expert = question.b_stride_expert;
-  problem.b_stride_j = question.b_stride_j;
-  problem.b_stride_k = question.b_stride_k;
-  problem.tiles = args.index.tiles;
-  problem.num_tiles = args.index.num_tiles;
-  problem.columns = d_ff;
-  problem.depth = question.depth;
-  problem.n_tiles = static_cast<std::uint32_t>(ceil_div(d_ff, gemm::kTileN));
+  const RowsQuestion question = gemm::rows_question(args.d_y, args.w_down, /*j_axis=*/2, args.h.extent[0]);
+  const gemm::RowsProblem problem = gemm::rows_problem(question, args.index, args.index.expert_token_indices);
 
   const auto row_stride = [](const TensorView& view) { return view.present() ? view.stride[0] : 0; };
   gemm::DownBackwardEpilogue<T> epilogue{};
@@ -118,63 +63,26 @@ Status portable_down_backward(const DownBackwardArgs& args, const Device& device
   epilogue.interleaved = args.gate_layout == GateLayout::kInterleaved;
   epilogue.vector = d_ff % kPiece == 0 && rows_are_aligned(args.h) && rows_are_aligned(args.d_h) &&
                     rows_are_aligned(args.d_h_bias) && rows_are_aligned(args.a_scaled);
-  return gemm::launch_rows<T>(plan, problem, epilogue, device.ordinal, stream);
+  return gemm::launch_rows<T>(plan_rows(question, device), problem, epilogue, device.ordinal, stream);
 }
 
 template <typename T>
 Status portable_down_weight_backward(const DownWeightBackwardArgs& args, const Device& device,
                                      cudaStream_t stream) {
-  const std::int64_t d_model = args.d_y.extent[1];
-  const std::int64_t d_ff = args.a_scaled.extent[1];
-  // i runs along the gradient's strided axis, j along its contiguous one.
-  const bool transposed = args.d_w_down.stride[2] != 1;
-  OuterProblem problem{};
-  problem.tokens = args.index.expert_token_indices;
-  problem.offsets = args.index.expert_token_offsets;
-  problem.order = args.index.expert_order;
-  problem.skip_empty = args.accumulate;
-  const TensorView& p = transposed ? args.a_scaled : args.d_y;
-  const TensorView& q = transposed ? args.d_y : args.a_scaled;
-  problem.p = p.data;
-  problem.q = q.data;
-  problem.p_stride = p.stride[0];
-  problem.q_stride = q.stride[0];
-  problem.gather_p = !transposed;
-  problem.gather_q = transposed;
-  problem.m = transposed ? d_ff : d_model;
-  problem.n = transposed ? d_model : d_ff;
-  problem.m_tiles = static_cast<std::uint32_t>(ceil_div(problem.m, gemm::kTileM));
-  problem.n_tiles = static_cast<std::uint32_t>(ceil_div(problem.n, gemm::kTileN));
-  OuterQuestion question;
-  question.dtype = args.d_y.dtype;
-  question.p = problem.p;
-  question.q = problem.q;
-  question.p_rows = p.extent[0];
-  question.q_rows = q.extent[0];
-  question.p_stride = problem.p_stride;
-  question.q_stride = problem.q_stride;
-  question.m = problem.m;
-  question.n = problem.n;
-  question.num_experts = args.d_w_down.extent[0];
-  const GemmPlan plan = plan_outer(question, device);
-
-  gemm::WeightsEpilogue<T> epilogue{};
-  epilogue.out = args.d_w_down.data;
-  epilogue.is_f32 = args.d_w_down.dtype == DType::kF32;
-  epilogue.accumulate = args.accumulate;
-  epilogue.stride_expert = args.d_w_down.stride[0];
-  epilogue.stride_i = transposed ? args.d_w_down.stride[2] : args.d_w_down.stride[1];
-  epilogue.stride_j = transposed ? args.d_w_down.stride[1] : args.d_w_down.stride[2];
-  epilogue.n = problem.n;
-  epilogue.vector =
-      gemm::weights_store_in_vectors(args.d_w_down, epilogue.stride_i, epilogue.stride_j, problem.n);
-  return gemm::launch_outer<T>(plan, problem, epilogue, device.ordinal, stream);
+  gemm::WeightGradient weight;
+  weight.first = args.d_y;
+  weight.second = args.a_scaled;
+  weight.gather_first = true;
+  weight.gradient = args.d_w_down;
+  weight.accumulate = args.accumulate;
+  return gemm::launch_weight_gradient<T>(weight, args.index, device, stream);
 }
 
 }  // namespace
 
 std::size_t down_backward_workspace_bytes(std::int64_t num_slots, std::int64_t d_ff, bool has_b_down) {
-  return static_cast<std::size_t>(num_slots * partial_columns(d_ff, has_b_down)) * sizeof(float);
+  return kCounterBytes +
+         static_cast<std::size_t>(num_slots * partial_columns(d_ff, has_b_down)) * sizeof(float);
 }
 
 Status down_forward(const DownForwardArgs& args, const Context& ctx) {
@@ -212,7 +120,7 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx) {
   if (args.d_weights.present()) {
     MOESTRO_RETURN_IF_ERROR(
         check_workspace("down_backward", ctx, down_backward_workspace_bytes(num_slots, d_ff, has_dots)));
-    partials = static_cast<float*>(ctx.workspace);
+    partials = static_cast<float*>(scratch_of(ctx));
   }
   MOESTRO_RETURN_IF_ERROR(with_element_type(args.d_y.dtype, [&]<typename T>() {
     return portable_down_backward<T>(args, *device, partials, columns, stream);
@@ -220,9 +128,9 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx) {
   if (partials == nullptr) return {};
   if (has_dots) {
     MOESTRO_RETURN_IF_ERROR(
-        bias_dots(args.d_y, args.b_down, args.index, num_slots, partials, columns, columns - 1, stream));
+        bias_dots(args.d_y, args.b_down, args.index, num_slots, partials, columns, columns - 1, ctx));
   }
-  return sum_partials(partials, columns, args.index, args.d_weights, stream);
+  return sum_partials(partials, columns, args.index, args.d_weights, ctx);
 }
 
 Status down_weight_backward(const DownWeightBackwardArgs& args, const Context& ctx) {
@@ -251,7 +159,7 @@ Status down_weight_backward(const DownWeightBackwardArgs& args, const Context& c
   sums.row_weights = args.row_weights;
   sums.out = args.d_b_down;
   sums.accumulate = args.accumulate;
-  return sum_columns(sums, args.index, stream);
+  return sum_columns(sums, args.index, ctx);
 }
 
 }  // namespace moestro::cuda

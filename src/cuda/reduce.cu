@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/device.hpp"
+#include "cuda/device/chain.cuh"
 #include "cuda/device/numeric.cuh"
 #include "cuda/support.hpp"
 
@@ -32,6 +32,8 @@ struct ColumnSumsParams {
 /// One block an expert and 256 columns: warp w sums rows w, w + 8, …; then the warps' sums in order.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) column_sums_kernel(const __grid_constant__ ColumnSumsParams p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   __shared__ float partial[kRowLanes][kColumnsPerBlock];
   const auto expert = static_cast<std::int64_t>(blockIdx.y);
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -75,46 +77,68 @@ __global__ void __launch_bounds__(kThreads) column_sums_kernel(const __grid_cons
   }
 }
 
+struct BiasDotsParams {
+  const void* d_y;
+  std::int64_t d_y_stride;
+  const void* b_down;
+  std::int64_t b_down_stride;
+  std::int64_t d_model;
+  const std::int32_t* tiles;
+  const std::int32_t* num_tiles;
+  const std::int32_t* tokens;
+  float* partials;
+  std::int64_t stride;
+};
+
 /// One block a tile of the tile table, one warp a row.
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    bias_dots_kernel(const T* d_y, std::int64_t d_y_stride, const T* b_down, std::int64_t b_down_stride,
-                     std::int64_t d_model, const std::int32_t* tiles, const std::int32_t* num_tiles,
-                     const std::int32_t* tokens, float* partials, std::int64_t stride) {
-  if (static_cast<std::int32_t>(blockIdx.x) >= *num_tiles) return;
-  const int4 tile = reinterpret_cast<const int4*>(tiles)[blockIdx.x];
+__global__ void __launch_bounds__(kThreads) bias_dots_kernel(const __grid_constant__ BiasDotsParams p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (static_cast<std::int32_t>(blockIdx.x) >= *p.num_tiles) return;
+  const int4 tile = reinterpret_cast<const int4*>(p.tiles)[blockIdx.x];
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const T* bias = b_down + tile.x * b_down_stride;
+  const T* bias = static_cast<const T*>(p.b_down) + tile.x * p.b_down_stride;
   for (int m = static_cast<int>(threadIdx.x) / 32; m < tile.z; m += kRowLanes) {
     const std::int64_t r = tile.y + m;
-    const T* row = d_y + tokens[r] * d_y_stride;
+    const T* row = static_cast<const T*>(p.d_y) + p.tokens[r] * p.d_y_stride;
     float sum = 0.0F;
-    for (std::int64_t c = lane; c < d_model; c += 32) sum = fmaf(to_float(row[c]), to_float(bias[c]), sum);
+    for (std::int64_t c = lane; c < p.d_model; c += 32) sum = fmaf(to_float(row[c]), to_float(bias[c]), sum);
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffU, sum, offset);
-    if (lane == 0) partials[r * stride] = sum;
+    if (lane == 0) p.partials[r * p.stride] = sum;
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
-    sum_partials_kernel(const float* partials, std::int64_t columns, const std::int32_t* map,
-                        float* d_weights, std::int64_t num_slots, std::int32_t top_k,
-                        std::int64_t stride_token, std::int64_t stride_choice) {
+struct SumPartialsParams {
+  const float* partials;
+  std::int64_t columns;
+  const std::int32_t* map;
+  float* d_weights;
+  std::int64_t num_slots;
+  std::int32_t top_k;
+  std::int64_t stride_token;
+  std::int64_t stride_choice;
+};
+
+__global__ void __launch_bounds__(kThreads) sum_partials_kernel(const __grid_constant__ SumPartialsParams p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   const std::int64_t slot = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (slot >= num_slots) return;
-  const std::int64_t row = map[slot];
+  if (slot >= p.num_slots) return;
+  const std::int64_t row = p.map[slot];
   float sum = 0.0F;
   if (row >= 0) {
-    for (std::int64_t c = 0; c < columns; ++c) sum += partials[row * columns + c];
+    for (std::int64_t c = 0; c < p.columns; ++c) sum += p.partials[row * p.columns + c];
   }
-  const auto t = static_cast<std::int32_t>(slot) / top_k;
-  const std::int32_t k = static_cast<std::int32_t>(slot) - t * top_k;
-  d_weights[t * stride_token + k * stride_choice] = sum;
+  const auto t = static_cast<std::int32_t>(slot) / p.top_k;
+  const std::int32_t k = static_cast<std::int32_t>(slot) - t * p.top_k;
+  p.d_weights[t * p.stride_token + k * p.stride_choice] = sum;
 }
 
 }  // namespace
 
-Status sum_columns(const ColumnSums& sums, const Index& index, cudaStream_t stream) {
+Status sum_columns(const ColumnSums& sums, const Index& index, const Context& ctx) {
   ColumnSumsParams params{};
   params.columns = sums.out.extent[1];
   const std::int64_t num_experts = sums.out.extent[0];
@@ -137,33 +161,45 @@ Status sum_columns(const ColumnSums& sums, const Index& index, cudaStream_t stre
   params.out_is_f32 = sums.out.dtype == DType::kF32;
   params.accumulate = sums.accumulate;
   params.vector = params.columns % kPiece == 0 && rows_are_aligned(sums.source);
-  const dim3 grid(static_cast<unsigned>(ceil_div(params.columns, kColumnsPerBlock)),
-                  static_cast<unsigned>(num_experts));
-  with_element_type(sums.source.dtype,
-                    [&]<typename T>() { column_sums_kernel<T><<<grid, kThreads, 0, stream>>>(params); });
-  return check_launch("column_sums_kernel");
+  const LaunchShape shape{
+      .blocks = ceil_div(params.columns, kColumnsPerBlock), .threads = kThreads, .blocks_y = num_experts};
+  return with_element_type(sums.source.dtype, [&]<typename T>() {
+    return launch_kernel("column_sums_kernel", column_sums_kernel<T>, shape, params, ctx);
+  });
 }
 
 Status bias_dots(const TensorView& d_y, const TensorView& b_down, const Index& index, std::int64_t num_slots,
-                 float* partials, std::int64_t stride, std::int64_t column, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(max_tiles(num_slots, b_down.extent[0]));
-  with_element_type(d_y.dtype, [&]<typename T>() {
-    bias_dots_kernel<T><<<blocks, kThreads, 0, stream>>>(
-        static_cast<const T*>(d_y.data), d_y.stride[0], static_cast<const T*>(b_down.data), b_down.stride[0],
-        d_y.extent[1], index.tiles, index.num_tiles, index.expert_token_indices, partials + column, stride);
+                 float* partials, std::int64_t stride, std::int64_t column, const Context& ctx) {
+  const BiasDotsParams params{.d_y = d_y.data,
+                              .d_y_stride = d_y.stride[0],
+                              .b_down = b_down.data,
+                              .b_down_stride = b_down.stride[0],
+                              .d_model = d_y.extent[1],
+                              .tiles = index.tiles,
+                              .num_tiles = index.num_tiles,
+                              .tokens = index.expert_token_indices,
+                              .partials = partials + column,
+                              .stride = stride};
+  return with_element_type(d_y.dtype, [&]<typename T>() {
+    return launch_kernel("bias_dots_kernel", bias_dots_kernel<T>,
+                         {max_tiles(num_slots, b_down.extent[0]), kThreads}, params, ctx);
   });
-  return check_launch("bias_dots_kernel");
 }
 
 Status sum_partials(const float* partials, std::int64_t columns, const Index& index,
-                    const TensorView& d_weights, cudaStream_t stream) {
+                    const TensorView& d_weights, const Context& ctx) {
   const std::int64_t num_slots = d_weights.numel();
   const bool ragged = d_weights.rank == 1;
-  sum_partials_kernel<<<static_cast<unsigned>(ceil_div(num_slots, kThreads)), kThreads, 0, stream>>>(
-      partials, columns, index.token_index_map, static_cast<float*>(d_weights.data), num_slots,
-      ragged ? 1 : static_cast<std::int32_t>(d_weights.extent[1]), d_weights.stride[0],
-      ragged ? 0 : d_weights.stride[1]);
-  return check_launch("sum_partials_kernel");
+  const SumPartialsParams params{.partials = partials,
+                                 .columns = columns,
+                                 .map = index.token_index_map,
+                                 .d_weights = static_cast<float*>(d_weights.data),
+                                 .num_slots = num_slots,
+                                 .top_k = ragged ? 1 : static_cast<std::int32_t>(d_weights.extent[1]),
+                                 .stride_token = d_weights.stride[0],
+                                 .stride_choice = ragged ? 0 : d_weights.stride[1]};
+  return launch_kernel("sum_partials_kernel", sum_partials_kernel, {ceil_div(num_slots, kThreads), kThreads},
+                       params, ctx);
 }
 
 }  // namespace moestro::cuda

@@ -1,10 +1,9 @@
 /// The reductions beside the matrix products: bias gradients (columns) and dS (rows).
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstdint>
 
+#include "moestro/context.hpp"
 #include "moestro/dispatch.hpp"
 #include "moestro/status.hpp"
 #include "moestro/tensor.hpp"
@@ -20,14 +19,14 @@ struct ColumnSums {
   TensorView out;                ///< [E, C], dtype of source or f32
   bool accumulate = false;
 };
-Status sum_columns(const ColumnSums& sums, const Index& index, cudaStream_t stream);
+Status sum_columns(const ColumnSums& sums, const Index& index, const Context& ctx);
 
 /// partials[r, column] = <d_y[token(r)], b_down[expert(r)]>, for every routed row.
 Status bias_dots(const TensorView& d_y, const TensorView& b_down, const Index& index, std::int64_t num_slots,
-                 float* partials, std::int64_t stride, std::int64_t column, cudaStream_t stream);
+                 float* partials, std::int64_t stride, std::int64_t column, const Context& ctx);
 
 /// d_weights[slot] = sum over columns of partials[row of the slot, column]; 0 at sentinels.
 Status sum_partials(const float* partials, std::int64_t columns, const Index& index,
-                    const TensorView& d_weights, cudaStream_t stream);
+                    const TensorView& d_weights, const Context& ctx);
 
 }  // namespace moestro::cuda

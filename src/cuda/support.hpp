@@ -23,6 +23,39 @@ inline Status check_supported(const char* function, DType dtype) {
                        function);
 }
 
+/// Every workspace begins with lines of 128 bytes for the tile counters of Hopper's kernels, one a place in
+/// the layer's chain: its first stage zeroes them all. A stage that is called alone zeroes and takes line 0.
+constexpr std::size_t kCounterLineBytes = 128;
+constexpr std::size_t kCounterBytes = 8 * kCounterLineBytes;
+
+/// What a stage may use of its workspace for itself.
+inline void* scratch_of(const Context& ctx) {
+  return static_cast<char*>(ctx.workspace) + kCounterBytes;
+}
+/// The counters, for the first stage of a layer call; null for the others.
+inline int* counters_to_clear(const Context& ctx) {
+  return ctx.place_in_layer == 1 && ctx.workspace_bytes >= kCounterBytes ? static_cast<int*>(ctx.workspace)
+                                                                         : nullptr;
+}
+
+struct LaunchShape {
+  std::int64_t blocks;
+  int threads;
+  std::size_t shared_bytes = 0;
+  std::int64_t blocks_y = 1;
+};
+/// Enqueues `kernel` on ctx's stream. Stages within a layer call are chained (device/chain.cuh): their
+/// kernels must be ones that wait for the kernel before.
+Status launch_kernel(const char* name, const void* kernel, const LaunchShape& shape, void** arguments,
+                     const Context& ctx);
+
+template <typename Parameters>
+Status launch_kernel(const char* name, void (*kernel)(Parameters), const LaunchShape& shape,
+                     Parameters parameters, const Context& ctx) {
+  void* arguments[] = {&parameters};
+  return launch_kernel(name, reinterpret_cast<const void*>(kernel), shape, arguments, ctx);
+}
+
 inline Status check_workspace(const char* function, const Context& ctx, std::size_t needed) {
   if (needed == 0 || (ctx.workspace != nullptr && ctx.workspace_bytes >= needed)) return {};
   return Status::error(StatusCode::kInvalidArgument, "%s: workspace has %zu bytes, expected at least %zu",

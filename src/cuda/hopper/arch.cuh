@@ -101,6 +101,10 @@ __device__ __forceinline__ void arrive_after_copies(std::uint32_t barrier) {
 
 // ---- TMA: a box of a tensor of four axes, innermost first ----
 
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 __device__ __forceinline__ void tma_load(std::uint32_t target, const CUtensorMap& map, std::uint32_t barrier,
                                          int c0, int c1, int c2, int c3) {
   asm volatile(

@@ -5,6 +5,7 @@
 #include "cuda/hopper/hopper.hpp"
 #include "cuda/hopper/launch.hpp"
 #include "cuda/hopper/plan.hpp"
+#include "cuda/reduce.hpp"
 
 namespace moestro::cuda::hopper {
 namespace {
@@ -41,29 +42,6 @@ Status launch_down_backward(Parameters& p, std::int64_t count, const Context& ct
     return launch_family<Element, ActivationFamily::kGated>(p, count, ctx, stream);
   }
   return launch_family<Element, ActivationFamily::kUngated>(p, count, ctx, stream);
-}
-
-struct SumPartials {
-  const float* partials;
-  int num_partials;
-  const std::int32_t* token_index_map;
-  std::int64_t num_slots;
-  float* d_weights;  ///< slot i at (i / choices) * stride + i % choices
-  std::int64_t choices;
-  std::int64_t stride;
-};
-
-/// dS from row order to slot order: each slot sums its row's partials, in their order.
-__global__ void __launch_bounds__(256) sum_partials_kernel(const __grid_constant__ SumPartials p) {
-  const std::int64_t slot = static_cast<std::int64_t>(blockIdx.x) * 256 + threadIdx.x;
-  if (slot >= p.num_slots) return;
-  const int row = p.token_index_map[slot];
-  float sum = 0;
-  if (row >= 0) {
-    const float* partials = p.partials + static_cast<std::int64_t>(row) * p.num_partials;
-    for (int i = 0; i < p.num_partials; ++i) sum += partials[i];
-  }
-  p.d_weights[slot / p.choices * p.stride + slot % p.choices] = sum;
 }
 
 }  // namespace
@@ -112,9 +90,7 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStrea
   p.cols = static_cast<int>(n);
   p.activation = args.activation;
   p.row_weights = static_cast<const float*>(args.row_weights.data);
-  p.partials = args.d_weights.present()
-                   ? reinterpret_cast<float*>(static_cast<char*>(ctx.workspace) + kCounterBytes)
-                   : nullptr;
+  p.partials = args.d_weights.present() ? static_cast<float*>(scratch_of(ctx)) : nullptr;
   MOESTRO_RETURN_IF_ERROR(
       make_weight_map("down_backward: w_down", args.w_down, 1, GateLayout::kConcatenated, 1, 64, &p.b));
   MOESTRO_RETURN_IF_ERROR(make_rows_map("down_backward: h", args.h, planes, kLinesOfSlab, &p.h));
@@ -125,22 +101,8 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStrea
   MOESTRO_RETURN_IF_ERROR(args.d_y.dtype == DType::kBF16
                               ? launch_down_backward<__nv_bfloat16>(p, count, ctx, stream)
                               : launch_down_backward<__half>(p, count, ctx, stream));
-  if (args.d_weights.present()) {
-    const TensorView& out = args.d_weights;
-    const bool matrix = out.rank == 2;
-    const SumPartials sum{p.partials,
-                          p.n_tiles,
-                          args.index.token_index_map,
-                          num_slots,
-                          static_cast<float*>(out.data),
-                          matrix ? out.extent[1] : 1,
-                          out.stride[0]};
-    sum_partials_kernel<<<static_cast<unsigned>(ceil_div(num_slots, 256)), 256, 0, stream>>>(sum);
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
-      return Status::error(StatusCode::kDeviceError, "down_backward: %s", cudaGetErrorString(error));
-    }
-  }
-  return {};
+  if (!args.d_weights.present()) return {};
+  return sum_partials(p.partials, p.n_tiles, args.index, args.d_weights, ctx);
 }
 
 }  // namespace moestro::cuda::hopper

@@ -15,6 +15,7 @@
 
 #include <cstddef>
 
+#include "cuda/support.hpp"
 #include "moestro/config.hpp"
 #include "moestro/context.hpp"
 #include "moestro/down.hpp"
@@ -34,11 +35,9 @@ const char* refusal(const DownForwardArgs& args, int device_index);
 const char* refusal(const DownBackwardArgs& args, int device_index);
 const char* refusal(const DownWeightBackwardArgs& args, int device_index);
 
-/// The tile counter at the start of ctx.workspace. Every stage takes it; without one (workspace_bytes less
-/// than this) tiles go to multiprocessors in a fixed pattern, which gives the same bits, slower.
-constexpr std::size_t kCounterBytes = 256;
-
-/// ctx.device_index names the device.
+/// ctx.device_index names the device. Every stage takes a tile counter (support.hpp); without one
+/// (workspace_bytes less than kCounterBytes) tiles go to multiprocessors in a fixed pattern, which gives the
+/// same bits, slower.
 Status up_forward(const UpForwardArgs& args, const Context& ctx, cudaStream_t stream);
 Status up_backward(const UpBackwardArgs& args, const Context& ctx, cudaStream_t stream);
 Status up_weight_backward(const UpWeightBackwardArgs& args, const Context& ctx, cudaStream_t stream);

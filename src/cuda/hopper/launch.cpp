@@ -1,9 +1,10 @@
 #include "cuda/hopper/launch.hpp"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
-#include <cstring>
 
+#include "cuda/device.hpp"
 #include "cuda/hopper/hopper.hpp"
 
 namespace moestro::cuda::hopper {
@@ -27,38 +28,7 @@ EncodeFunction encode_function() {
   return function;
 }
 
-constexpr int kMaxDevices = 64;
-
-struct DeviceFacts {
-  bool known = false;
-  bool hopper = false;
-  int multiprocessors = 0;
-};
-
-DeviceFacts device_facts(int device_index) {
-  static DeviceFacts facts[kMaxDevices];
-  static std::atomic<bool> ready[kMaxDevices];
-  if (device_index < 0 || device_index >= kMaxDevices) return {};
-  if (!ready[device_index].load(std::memory_order_acquire)) {
-    int major = 0;
-    int minor = 0;
-    int multiprocessors = 0;
-    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_index) != cudaSuccess ||
-        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device_index) != cudaSuccess ||
-        cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device_index) !=
-            cudaSuccess) {
-      cudaGetLastError();  // a machine without the device: not an error of later calls
-      return {};
-    }
-    facts[device_index] = {true, major == 9 && minor == 0, multiprocessors};  // the same from every thread
-    ready[device_index].store(true, std::memory_order_release);
-  }
-  return facts[device_index];
-}
-
-}  // namespace
-
-Status make_map(const char* name, void* data, DType dtype, const MapShape& shape, CUtensorMap* map) {
+Status encode_map(const char* name, void* data, DType dtype, const MapShape& shape, CUtensorMap* map) {
   const EncodeFunction encode = encode_function();
   if (encode == nullptr) {
     return Status::error(StatusCode::kUnsupported, "%s: the driver has no cuTensorMapEncodeTiled", name);
@@ -87,6 +57,55 @@ Status make_map(const char* name, void* data, DType dtype, const MapShape& shape
                          static_cast<long long>(shape.extent[3]));
   }
   return {};
+}
+
+/// All that a map depends on: address, type, extents, strides, box.
+using MapKey = std::array<std::int64_t, 13>;
+
+/// Training calls with the same tensors again and again: maps are kept, each in the one place of a table that
+/// its key gives. A place that another thread is at is passed over.
+struct KeptMap {
+  std::atomic_flag busy = ATOMIC_FLAG_INIT;
+  MapKey key{};
+  CUtensorMap map;
+};
+
+KeptMap& kept_map(const MapKey& key) {
+  constexpr std::size_t kPlaces = 256;
+  static KeptMap places[kPlaces];
+  std::uint64_t hash = 0;
+  for (const std::int64_t word : key)
+    hash = (hash ^ static_cast<std::uint64_t>(word)) * 0x9e3779b97f4a7c15ULL;
+  return places[hash >> 32 & (kPlaces - 1)];
+}
+
+/// Null where there is no such device.
+const Device* device_or_null(int device_index) {
+  Context ctx;
+  ctx.device_index = device_index;
+  const Device* device = nullptr;
+  return find_device(ctx, &device).ok() ? device : nullptr;
+}
+
+}  // namespace
+
+Status make_map(const char* name, void* data, DType dtype, const MapShape& shape, CUtensorMap* map) {
+  MapKey key{reinterpret_cast<std::int64_t>(data), static_cast<std::int64_t>(dtype)};
+  auto next = key.begin() + 2;
+  next = std::copy(std::begin(shape.extent), std::end(shape.extent), next);
+  next = std::copy(std::begin(shape.stride), std::end(shape.stride), next);
+  std::copy(std::begin(shape.box), std::end(shape.box), next);
+  KeptMap& kept = kept_map(key);
+  if (kept.busy.test_and_set(std::memory_order_acquire)) return encode_map(name, data, dtype, shape, map);
+  Status status;
+  if (kept.key != key) {
+    kept.key = {};
+    status = encode_map(name, data, dtype, shape, &kept.map);
+    if (status.ok()) kept.key = key;
+  }
+  *map = kept.map;
+  kept.busy.clear(std::memory_order_release);
+  return status;
 }
 
 Status make_rows_map(const char* name, const TensorView& rows, int planes, int box_rows, CUtensorMap* map) {
@@ -121,10 +140,9 @@ Status make_weight_map(const char* name, const TensorView& weight, int planes, G
 }
 
 const char* refuse_device(int device_index) {
-  const DeviceFacts facts = device_facts(device_index);
-  if (!facts.known) return "no such CUDA device";
-  if (!facts.hopper) return "the device is not of compute capability 9.0";
-  return nullptr;
+  const Device* device = device_or_null(device_index);
+  if (device == nullptr) return "no such CUDA device";
+  return device->major == 9 && device->minor == 0 ? nullptr : "the device is not of compute capability 9.0";
 }
 
 const char* refuse_dtype(DType dtype) {
@@ -141,31 +159,28 @@ const char* refuse_layout(const TensorView& view, const char* reason) {
   return fits ? nullptr : reason;
 }
 
-int num_multiprocessors(int device_index) {
-  return device_facts(device_index).multiprocessors;
-}
-
 Status launch(const char* name, KernelPointer kernel, int shared_bytes, Parameters& parameters,
-              std::int64_t max_count, const Context& ctx, cudaStream_t stream) {
+              std::int64_t max_count, const Context& ctx, cudaStream_t, int threads) {
+  const Device* device = nullptr;
+  MOESTRO_RETURN_IF_ERROR(find_device(ctx, &device));
   const auto* function = reinterpret_cast<const void*>(kernel);
-  cudaError_t error =
-      cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  const auto bytes = static_cast<std::size_t>(shared_bytes);
+  MOESTRO_RETURN_IF_ERROR(allow_shared_memory(function, bytes, ctx.device_index));
   parameters.next_tile = nullptr;
-  if (error == cudaSuccess && ctx.workspace_bytes >= kCounterBytes) {
-    parameters.next_tile = static_cast<int*>(ctx.workspace);
-    error = cudaMemsetAsync(ctx.workspace, 0, sizeof(int), stream);
+  if (ctx.workspace_bytes >= kCounterBytes) {
+    const int place = ctx.place_in_layer;
+    parameters.next_tile =
+        static_cast<int*>(ctx.workspace) + static_cast<std::size_t>(place) * kCounterLineBytes / sizeof(int);
+    if (place == 0) {
+      const cudaError_t error = cudaMemsetAsync(parameters.next_tile, 0, sizeof(int), stream_of(ctx));
+      if (error != cudaSuccess) {
+        return Status::error(StatusCode::kDeviceError, "%s: %s", name, cudaGetErrorString(error));
+      }
+    }
   }
-  if (error == cudaSuccess) {
-    const auto blocks =
-        static_cast<unsigned>(std::min<std::int64_t>(max_count, num_multiprocessors(ctx.device_index)));
-    void* arguments[] = {&parameters};
-    error = cudaLaunchKernel(function, dim3(blocks), dim3(384), arguments,
-                             static_cast<std::size_t>(shared_bytes), stream);
-  }
-  if (error != cudaSuccess) {
-    return Status::error(StatusCode::kDeviceError, "%s: %s", name, cudaGetErrorString(error));
-  }
-  return {};
+  void* arguments[] = {&parameters};
+  const std::int64_t blocks = std::min<std::int64_t>(max_count, device->sm_count);
+  return launch_kernel(name, function, {blocks, threads, bytes}, arguments, ctx);
 }
 
 const char* refusal(const LayerConfig& config, int device_index) {

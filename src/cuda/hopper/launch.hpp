@@ -36,17 +36,11 @@ const char* refuse_dtype(DType dtype);
 /// axis.
 const char* refuse_layout(const TensorView& view, const char* reason);
 
-int num_multiprocessors(int device_index);
-
 using KernelPointer = void (*)(Parameters);
-/// `max_count` bounds the number of tiles, which only the device knows. Sets parameters.next_tile to the
-/// start of the workspace where there is one.
+/// `max_count` bounds the number of tiles, which only the device knows. Gives the kernel the tile counter
+/// of the stage's place in the layer, and chains it (device/chain.cuh): it must wait for the one before.
 Status launch(const char* name, KernelPointer kernel, int shared_bytes, Parameters& parameters,
-              std::int64_t max_count, const Context& ctx, cudaStream_t stream);
-
-inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
+              std::int64_t max_count, const Context& ctx, cudaStream_t stream, int threads = 384);
 
 /// The tile table's part of the parameters; `n_tiles` tiles along N.
 inline void set_row_tiles(const Index& index, std::int64_t n_tiles, int raster, Parameters* p) {
