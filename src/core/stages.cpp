@@ -15,6 +15,14 @@ using core::check_present;
 using core::check_tensor;
 using core::Strides;
 
+/// Hands checked arguments over to the context's backend.
+template <typename Args>
+Status call(Status (*Backend::*stage)(const Args&, const Context&), const Args& args, const Context& ctx) {
+  const Backend* backend = nullptr;
+  MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
+  return (backend->*stage)(args, ctx);
+}
+
 Status check_index(const char* function, const Index& index) {
   const struct {
     const char* name;
@@ -181,9 +189,7 @@ Status router_forward(const RouterForwardArgs& given, const Context& ctx) {
   MOESTRO_RETURN_IF_ERROR(check_slots(kName, "weights", &args.weights, extents.real, args.token_offsets,
                                       extents.num_tokens, Access::kWrite));
   MOESTRO_RETURN_IF_ERROR(check_same_slots(kName, "weights", args.weights, args.expert_ids));
-  const Backend* backend = nullptr;
-  MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
-  return backend->router_forward(args, ctx);
+  return call(&Backend::router_forward, args, ctx);
 }
 
 Status router_backward(const RouterBackwardArgs& given, const Context& ctx) {
@@ -208,9 +214,7 @@ Status router_backward(const RouterBackwardArgs& given, const Context& ctx) {
     }
   }
   MOESTRO_RETURN_IF_ERROR(check_router_config(kName, args.config, extents, 0));
-  const Backend* backend = nullptr;
-  MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
-  return backend->router_backward(args, ctx);
+  return call(&Backend::router_backward, args, ctx);
 }
 
 Status round_tokens(const RoundingArgs& given, const Context& ctx) {
@@ -311,9 +315,7 @@ Status dispatch_row_weights(const RowWeightsArgs& given, const Context& ctx) {
   MOESTRO_RETURN_IF_ERROR(check_index(kName, args.index));
   MOESTRO_RETURN_IF_ERROR(check_tensor(kName, "row_weights", &args.row_weights, dtype, {num_slots}, "[S]",
                                        Strides::kRows, Access::kWrite));
-  const Backend* backend = nullptr;
-  MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
-  return backend->dispatch_row_weights(args, ctx);
+  return call(&Backend::dispatch_row_weights, args, ctx);
 }
 
 Status up_forward(const UpForwardArgs& given, const Context& ctx) {
@@ -355,9 +357,7 @@ Status up_forward(const UpForwardArgs& given, const Context& ctx) {
     MOESTRO_RETURN_IF_ERROR(check_tensor(kName, "a", &args.a, dtype, {num_slots, gated ? width / 2 : width},
                                          "[S, n]", Strides::kRows, Access::kWrite));
   }
-  const Backend* backend = nullptr;
-  MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
-  return backend->up_forward(args, ctx);
+  return call(&Backend::up_forward, args, ctx);
 }
 
 Status up_backward(const UpBackwardArgs& given, const Context& ctx) {
@@ -376,9 +376,7 @@ Status up_backward(const UpBackwardArgs& given, const Context& ctx) {
   MOESTRO_RETURN_IF_ERROR(check_index(kName, args.index));
   MOESTRO_RETURN_IF_ERROR(check_tensor(kName, "d_x_rows", &args.d_x_rows, dtype, {num_slots, d_model},
                                        "[S, d]", Strides::kRows, Access::kWrite));
-  const Backend* backend = nullptr;
-  MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
-  return backend->up_backward(args, ctx);
+  return call(&Backend::up_backward, args, ctx);
 }
 
 Status up_weight_backward(const UpWeightBackwardArgs& given, const Context& ctx) {
@@ -413,9 +411,7 @@ Status up_weight_backward(const UpWeightBackwardArgs& given, const Context& ctx)
     MOESTRO_RETURN_IF_ERROR(
         check_gradient(kName, "d_b_up", &args.d_b_up, dtype, {num_experts, width}, "[E, W]", Strides::kRows));
   }
-  const Backend* backend = nullptr;
-  MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
-  return backend->up_weight_backward(args, ctx);
+  return call(&Backend::up_weight_backward, args, ctx);
 }
 
 Status activation_forward(const ActivationForwardArgs& given, const Context& ctx) {
@@ -431,9 +427,7 @@ Status activation_forward(const ActivationForwardArgs& given, const Context& ctx
       check_tensor(kName, "h", &args.h, args.h.dtype, {rows, width}, "[rows, W]", Strides::kRows));
   MOESTRO_RETURN_IF_ERROR(check_tensor(kName, "a", &args.a, args.h.dtype, {rows, gated ? width / 2 : width},
                                        "[rows, n]", Strides::kRows, Access::kWrite));
-  const Backend* backend = nullptr;
-  MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
-  return backend->activation_forward(args, ctx);
+  return call(&Backend::activation_forward, args, ctx);
 }
 
 Status activation_backward(const ActivationBackwardArgs& given, const Context& ctx) {
@@ -452,9 +446,7 @@ Status activation_backward(const ActivationBackwardArgs& given, const Context& c
                                        "[rows, n]", Strides::kRows));
   MOESTRO_RETURN_IF_ERROR(check_tensor(kName, "d_h", &args.d_h, dtype, {rows, width}, "[rows, W]",
                                        Strides::kRows, Access::kWrite));
-  const Backend* backend = nullptr;
-  MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
-  return backend->activation_backward(args, ctx);
+  return call(&Backend::activation_backward, args, ctx);
 }
 
 Status down_forward(const DownForwardArgs& given, const Context& ctx) {
@@ -477,9 +469,7 @@ Status down_forward(const DownForwardArgs& given, const Context& ctx) {
   MOESTRO_RETURN_IF_ERROR(check_index(kName, args.index));
   MOESTRO_RETURN_IF_ERROR(check_tensor(kName, "y_rows", &args.y_rows, dtype, {num_slots, d_model}, "[S, d]",
                                        Strides::kRows, Access::kWrite));
-  const Backend* backend = nullptr;
-  MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
-  return backend->down_forward(args, ctx);
+  return call(&Backend::down_forward, args, ctx);
 }
 
 Status down_backward(const DownBackwardArgs& given, const Context& ctx) {
@@ -533,9 +523,7 @@ Status down_backward(const DownBackwardArgs& given, const Context& ctx) {
     MOESTRO_RETURN_IF_ERROR(
         check_slots(kName, "d_weights", &args.d_weights, real, offsets, num_tokens, Access::kWrite));
   }
-  const Backend* backend = nullptr;
-  MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
-  return backend->down_backward(args, ctx);
+  return call(&Backend::down_backward, args, ctx);
 }
 
 Status down_weight_backward(const DownWeightBackwardArgs& given, const Context& ctx) {
@@ -568,9 +556,7 @@ Status down_weight_backward(const DownWeightBackwardArgs& given, const Context& 
     MOESTRO_RETURN_IF_ERROR(check_gradient(kName, "d_b_down", &args.d_b_down, dtype, {num_experts, d_model},
                                            "[E, d]", Strides::kRows));
   }
-  const Backend* backend = nullptr;
-  MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
-  return backend->down_weight_backward(args, ctx);
+  return call(&Backend::down_weight_backward, args, ctx);
 }
 
 namespace {
@@ -610,17 +596,13 @@ Status check_combine(const char* function, CombineArgs* args) {
 Status combine_forward(const CombineArgs& given, const Context& ctx) {
   CombineArgs args = given;
   MOESTRO_RETURN_IF_ERROR(check_combine("combine_forward", &args));
-  const Backend* backend = nullptr;
-  MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
-  return backend->combine_forward(args, ctx);
+  return call(&Backend::combine_forward, args, ctx);
 }
 
 Status combine_backward(const CombineArgs& given, const Context& ctx) {
   CombineArgs args = given;
   MOESTRO_RETURN_IF_ERROR(check_combine("combine_backward", &args));
-  const Backend* backend = nullptr;
-  MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
-  return backend->combine_backward(args, ctx);
+  return call(&Backend::combine_backward, args, ctx);
 }
 
 }  // namespace moestro
