@@ -125,6 +125,169 @@ TEST_P(CudaDeviceTest, TwentyRunsOfManyTilesGiveTheSameBits) {
   }
 }
 
+/// More tiles than multiprocessors in every product, so that blocks draw from the counters.
+LayerProblem many_tiles(std::uint64_t seed) {
+  LayerConfig config;
+  config.dtype = DType::kBF16;
+  return random_problem(seed, {3000, 512, 256, 16, 4}, config, {.kind = RoutingKind::kZipf});
+}
+
+// A layer's counters are zeroed once a call, a single stage's by the stage: whatever the workspace held. A
+// counter that starts high skips tiles, and their outputs stay poisoned.
+TEST_P(CudaDeviceTest, StagesAloneOnAnyWorkspaceGiveTheLayersBits) {
+  const LayerProblem problem = many_tiles(7030);
+  LayerRun layer(backend(), problem);
+  layer.run();
+  LayerRun alone(backend(), problem);
+  const LayerConfig& config = problem.config;
+  const LayerForwardArgs forward = alone.forward_args();
+  const LayerBackwardArgs backward_args = alone.backward_args();
+  const SavedView saved = view_saved(config, alone.saved().data());
+  const auto rows = [&](const char* name, std::int64_t columns, DType dtype) {
+    return Tensor::output(device(), name, {config.num_slots(), columns}, dtype);
+  };
+  const Tensor a = rows("a", config.d_ff, config.dtype);
+  const Tensor y_rows = rows("y_rows", config.d_model, config.dtype);
+  const Tensor d_h = rows("d_h", config.h_width(), config.dtype);
+  const Tensor a_scaled = rows("a_scaled", config.d_ff, config.dtype);
+  const Tensor d_x_rows = rows("d_x_rows", config.d_model, config.dtype);
+  const Tensor row_weights =
+      Tensor::output(device(), "row_weights", {config.num_slots()}, accumulation_dtype(config.dtype));
+  Workspace workspace(backend(), alone.bytes().backward_workspace);
+  const auto context = [&] {
+    workspace.buffer().upload(std::vector<unsigned char>(workspace.buffer().bytes(), 0x7f));
+    return workspace.context();
+  };
+  DispatchArgs dispatch;
+  dispatch.expert_ids = forward.expert_ids;
+  dispatch.num_experts = config.num_experts;
+  dispatch.index = saved.index;
+  MOESTRO_EXPECT_OK(dispatch_forward(dispatch, context()));
+  UpForwardArgs up;
+  up.x = forward.x;
+  up.w_up = forward.w_up;
+  up.index = saved.index;
+  up.h = saved.h;
+  up.a = a.view();
+  MOESTRO_EXPECT_OK(up_forward(up, context()));
+  MOESTRO_EXPECT_OK(down_forward({a.view(), forward.w_down, {}, saved.index, y_rows.view()}, context()));
+  MOESTRO_EXPECT_OK(combine_forward({y_rows.view(), forward.weights, {}, saved.index, forward.y}, context()));
+  MOESTRO_EXPECT_OK(dispatch_row_weights({forward.weights, saved.index, row_weights.view()}, context()));
+  DownBackwardArgs down;
+  down.d_y = backward_args.d_y;
+  down.w_down = forward.w_down;
+  down.h = saved.h;
+  down.row_weights = row_weights.view();
+  down.index = saved.index;
+  down.d_h = d_h.view();
+  down.a_scaled = a_scaled.view();
+  down.d_weights = backward_args.d_weights;
+  MOESTRO_EXPECT_OK(down_backward(down, context()));
+  DownWeightBackwardArgs down_weight;
+  down_weight.d_y = backward_args.d_y;
+  down_weight.a_scaled = a_scaled.view();
+  down_weight.row_weights = row_weights.view();
+  down_weight.index = saved.index;
+  down_weight.d_w_down = backward_args.d_w_down;
+  MOESTRO_EXPECT_OK(down_weight_backward(down_weight, context()));
+  UpBackwardArgs up_back;
+  up_back.d_h = d_h.view();
+  up_back.w_up = forward.w_up;
+  up_back.index = saved.index;
+  up_back.d_x_rows = d_x_rows.view();
+  MOESTRO_EXPECT_OK(up_backward(up_back, context()));
+  MOESTRO_EXPECT_OK(combine_backward({d_x_rows.view(), {}, {}, saved.index, backward_args.d_x}, context()));
+  UpWeightBackwardArgs up_weight;
+  up_weight.x = forward.x;
+  up_weight.d_h = d_h.view();
+  up_weight.index = saved.index;
+  up_weight.d_w_up = backward_args.d_w_up;
+  MOESTRO_EXPECT_OK(up_weight_backward(up_weight, context()));
+  EXPECT_EQ(alone.output_bytes(), layer.output_bytes());
+}
+
+/// The layer's two calls on another stream, or another workspace.
+void enqueue(const LayerRun& run, const LayerConfig& config, const Context& ctx) {
+  MOESTRO_EXPECT_OK(layer_forward(config, run.forward_args(), ctx));
+  MOESTRO_EXPECT_OK(layer_backward(config, run.backward_args(), ctx));
+}
+
+// Kernels of a layer overlap their launches; the next call on the stream must not see it.
+TEST_P(CudaDeviceTest, LayersInTurnShareOneWorkspace) {
+  const LayerProblem first_problem = many_tiles(7040);
+  const LayerProblem second_problem = many_tiles(7041);
+  LayerRun first(backend(), first_problem);
+  LayerRun second(backend(), second_problem);
+  const std::vector<unsigned char> expected_first = (first.run(), first.output_bytes());
+  const std::vector<unsigned char> expected_second = (second.run(), second.output_bytes());
+  LayerRun third(backend(), first_problem);
+  LayerRun fourth(backend(), second_problem);
+  Workspace workspace(backend(), std::max(third.bytes().forward_workspace, third.bytes().backward_workspace));
+  workspace.buffer().poison();
+  const Context& ctx = workspace.context();
+  for (int step = 0; step < 5; ++step) {
+    MOESTRO_EXPECT_OK(layer_forward(first_problem.config, third.forward_args(), ctx));
+    MOESTRO_EXPECT_OK(layer_forward(second_problem.config, fourth.forward_args(), ctx));
+    MOESTRO_EXPECT_OK(layer_backward(second_problem.config, fourth.backward_args(), ctx));
+    MOESTRO_EXPECT_OK(layer_backward(first_problem.config, third.backward_args(), ctx));
+  }
+  EXPECT_EQ(third.output_bytes(), expected_first);
+  EXPECT_EQ(fourth.output_bytes(), expected_second);
+}
+
+TEST_P(CudaDeviceTest, TwoStreamsAndThreadsAtOnce) {
+  const LayerProblem problems[] = {many_tiles(7050), many_tiles(7051)};
+  LayerRun first(backend(), problems[0]);
+  LayerRun second(backend(), problems[1]);
+  const std::vector<unsigned char> expected_first = (first.run(), first.output_bytes());
+  const std::vector<unsigned char> expected_second = (second.run(), second.output_bytes());
+  LayerRun third(backend(), problems[0]);
+  LayerRun fourth(backend(), problems[1]);
+  Workspace workspaces[] = {
+      {backend(), std::max(third.bytes().forward_workspace, third.bytes().backward_workspace)},
+      {backend(), std::max(fourth.bytes().forward_workspace, fourth.bytes().backward_workspace)}};
+  for (Workspace& workspace : workspaces) workspace.buffer().poison();
+  Context other = workspaces[1].context();
+  cudaStream_t other_stream = nullptr;
+  EXPECT_CUDA(cudaStreamCreateWithFlags(&other_stream, cudaStreamNonBlocking));
+  other.stream = other_stream;
+  // A thread each: what the library keeps between calls is shared.
+  std::thread thread([&] {
+    for (int step = 0; step < 10; ++step) enqueue(fourth, problems[1].config, other);
+  });
+  for (int step = 0; step < 10; ++step) enqueue(third, problems[0].config, workspaces[0].context());
+  thread.join();
+  EXPECT_CUDA(cudaStreamSynchronize(other_stream));
+  EXPECT_EQ(third.output_bytes(), expected_first);
+  EXPECT_EQ(fourth.output_bytes(), expected_second);
+  EXPECT_CUDA(cudaStreamDestroy(other_stream));
+}
+
+// dW1 runs beside the sum of dX~, and with n this small ends long before it: what comes next on the stream
+// must still find dX whole.
+TEST_P(CudaDeviceTest, GradientOfXIsWholeForTheNextKernel) {
+  LayerConfig config;
+  config.dtype = DType::kBF16;
+  const LayerProblem problem = random_problem(7060, {8192, 512, 8, 8, 8}, config);
+  LayerRun run(backend(), problem);
+  run.run();
+  const TensorView d_x = run.backward_args().d_x;
+  const Tensor seen = Tensor::output(device(), "seen", {d_x.extent[0], d_x.extent[1]}, d_x.dtype);
+  ActivationForwardArgs read_d_x;
+  read_d_x.h = d_x;
+  read_d_x.activation.kind = ActivationKind::kSiLU;
+  read_d_x.a = seen.view();
+  MOESTRO_EXPECT_OK(activation_forward(read_d_x, run.backward_workspace().context()));
+  const std::vector<unsigned char> expected = seen.bytes();
+  const auto bytes = static_cast<std::size_t>(d_x.numel() * dtype_bytes(d_x.dtype));
+  for (int repeat = 0; repeat < 10; ++repeat) {
+    EXPECT_CUDA(cudaMemsetAsync(d_x.data, 0xff, bytes, stream()));
+    MOESTRO_EXPECT_OK(run.backward());
+    MOESTRO_EXPECT_OK(activation_forward(read_d_x, run.backward_workspace().context()));
+    ASSERT_EQ(seen.bytes(), expected) << "repeat " << repeat;
+  }
+}
+
 double relative_error(const Array& actual, const Array& expected) {
   double error = 0;
   double scale = 0;
