@@ -33,16 +33,15 @@ def same_run(a: Row, b: Row) -> bool:
 
 
 class Peers:
-    """The newest row of each peer and shape in h200_peers.jsonl: files are appended to."""
+    """The newest row of each peer and shape in h200_peers.jsonl with uniform routing: files are appended to."""
 
-    def __init__(self) -> None:
+    def __init__(self, activation: str = "swiglu") -> None:
         self.rows: dict[tuple[str, str, str], Row] = {}
         for row in read("h200_peers.jsonl"):
-            if row["skew"] == 0.0 and "skipped" not in row and "both_eager_ms" in row:
+            if row["skew"] != 0.0 or row.get("activation", "swiglu") != activation or "skipped" in row:
+                continue
+            if "both_eager_ms" in row or row["peer"] == "cublas-bound":
                 self.rows[row["peer"], row["shape"], row.get("path", "auto")] = row
-        for row in read("h200_peers.jsonl"):
-            if row["peer"] == "cublas-bound" and row["skew"] == 0.0:
-                self.rows["cublas-bound", row["shape"], row.get("path", "auto")] = row
 
     def of(self, peer: str, shape: str, path: str = "auto") -> Row | None:
         return self.rows.get((peer, shape, path))

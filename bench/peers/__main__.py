@@ -6,7 +6,7 @@ For each peer: correctness against an f32 loop on a few tokens, milliseconds of 
 forward + backward in eager mode and replayed from a CUDA Graph (medians; all peers and the cuBLAS bound in
 turns), bytes kept after forward beyond x and y, peak bytes, the first call's time and that of the first call
 with another T, the host's time, and with --profile every kernel of a step. TFLOP/s count 6 T K d n for
-forward and 18 T K d n for both.
+forward and 18 T K d n for both (4 and 12 without gate).
 """
 
 import argparse
@@ -101,24 +101,35 @@ def groups_that_fit(peers: dict[str, Peer], rows: dict[str, dict[str, Any]]) -> 
     return groups
 
 
-def add_times(row: dict[str, Any], mode: str, times: dict[Any, float], shape: Shape, name: str) -> None:
-    for which, flop in (("forward", shape.forward_flop), ("both", 3 * shape.forward_flop)):
+def add_times(row: dict[str, Any], mode: str, times: dict[Any, float], flop: int, name: str) -> None:
+    """`flop` of the forward products."""
+    for which, count in (("forward", flop), ("both", 3 * flop)):
         if (name, which) not in times:
             continue
         ms = times[name, which]
         row[f"{which}_{mode}_ms"] = ms
-        row[f"{which}_{mode}_tflops"] = flop / ms / 1e9
+        row[f"{which}_{mode}_tflops"] = count / ms / 1e9
         row[f"{which}_{mode}_share"] = times[BOUND, which] / ms
 
 
 def run_shape(
     name: str, shape: Shape, arguments: argparse.Namespace, common: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    base = {"shape": name, **shape._asdict(), "dtype": "bf16", "skew": arguments.skew, **common}
-    rows = {peer: {**base, "peer": peer} for peer in (BOUND, *arguments.peer)}
-    problem = make_problem(shape, skew=arguments.skew)
+    base = {
+        "shape": name,
+        **shape._asdict(),
+        "dtype": "bf16",
+        "activation": arguments.activation,
+        "skew": arguments.skew,
+        **common,
+    }
+    names = [peer for peer in arguments.peer if name in arguments.only_on.get(peer, [name])]
+    rows = {peer: {**base, "peer": peer} for peer in (BOUND, *names)}
+    gated = arguments.activation == "swiglu"
+    problem = make_problem(shape, skew=arguments.skew, gated=gated)
+    flop = shape.forward_flop(gated)
     peers: dict[str, Peer] = {}
-    for peer_name in arguments.peer:
+    for peer_name in names:
         gc.collect()
         torch.cuda.empty_cache()
         peer = prepare(peer_name, problem, arguments, rows[peer_name])
@@ -132,7 +143,7 @@ def run_shape(
     eager |= {(n, "both"): step(p) for n, p in peers.items()}
     times = medians_in_turns(bound_calls | eager, **sizes)
     for n in (BOUND, *peers):
-        add_times(rows[n], "eager", times, shape, n)
+        add_times(rows[n], "eager", times, flop, n)
 
     for group in groups_that_fit(peers, rows):
         graphs: dict[Any, torch.cuda.CUDAGraph] = {}
@@ -144,15 +155,15 @@ def run_shape(
                 rows[n]["graph_skipped"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         times = medians_in_turns(bound_calls | {key: g.replay for key, g in graphs.items()}, **sizes)
         for n in (BOUND, *group):
-            add_times(rows[n], "graph", times, shape, n)
+            add_times(rows[n], "graph", times, flop, n)
         graphs.clear()
         gc.collect()
         torch.cuda.empty_cache()
 
     if arguments.profile:
         rows[BOUND]["products_ms"] = medians_in_turns(bound.products(), **sizes)
-        for n, peer in peers.items():
-            rows[n]["kernels_us"] = kernels_us(peer)
+        for n in set(arguments.profile) & set(peers):
+            rows[n]["kernels_us"] = kernels_us(peers[n])
     for peer in peers.values():
         clear(peer)
     return list(rows.values())
@@ -200,7 +211,21 @@ def main() -> int:
     parser.add_argument(
         "--skew", type=float, default=0.0, help="Zipf exponent of the routing (default 0: uniform)"
     )
-    parser.add_argument("--profile", action="store_true", help="time every kernel and product as well")
+    parser.add_argument("--activation", choices=("swiglu", "silu"), default="swiglu")
+    parser.add_argument(
+        "--only-on",
+        action="append",
+        default=[],
+        metavar="PEER=SHAPE,…",
+        help="repeatable; the peer is measured on these shapes alone",
+    )
+    parser.add_argument(
+        "--profile",
+        action="append",
+        default=[],
+        choices=list(PEERS),
+        help="repeatable; the peer's kernels one by one, and the bound's products",
+    )
     parser.add_argument(
         "--warm-caches",
         action="store_true",
@@ -220,11 +245,15 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     arguments.peer = arguments.peer or list(PEERS)
+    arguments.only_on = {
+        peer: only.split(",") for peer, _, only in (text.partition("=") for text in arguments.only_on)
+    }
     if not torch.cuda.is_available():
         print("bench/peers: no CUDA device is available", file=sys.stderr)
         return 1
     if arguments.resume and arguments.out is not None and arguments.out.exists():
-        done = {json.loads(line)["shape"] for line in arguments.out.open()}
+        rows = [json.loads(line) for line in arguments.out.open()]
+        done = {row["shape"] for row in rows if row.get("activation", "swiglu") == arguments.activation}
         shapes = [(name, shape) for name, shape in shapes if name not in done]
     common = {**environment(), "commit": arguments.commit}
     for name, shape in shapes:

@@ -66,16 +66,14 @@ def wall_ms(run: Call) -> float:
 def y_error(peer: Peer, tokens: int = 64) -> float:
     """Relative error of y against a float32 loop, over the first tokens."""
     p = peer.problem
+    y = peer.forward().detach()[:tokens].float()  # as in training: some peers tune inference apart
     with torch.no_grad():
-        y = peer.forward()[:tokens].float()
         x, ids = p.x[:tokens].float(), p.expert_ids[:tokens].long()
         expected = torch.zeros_like(y)
         for k in range(p.shape.K):
             for t in range(x.shape[0]):
-                gate, up = (p.w_up[ids[t, k]].float() @ x[t]).chunk(2)
-                expected[t] += p.weights[t, k] * (
-                    p.w_down[ids[t, k]].float() @ (torch.nn.functional.silu(gate) * up)
-                )
+                a = p.activate(p.w_up[ids[t, k]].float() @ x[t])
+                expected[t] += p.weights[t, k] * (p.w_down[ids[t, k]].float() @ a)
     return float((y - expected).norm() / expected.norm())
 
 
@@ -143,7 +141,7 @@ def kernels_us(peer: Peer, repeats: int = 3) -> list[tuple[str, float]]:
     run = step(peer)
     run()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(repeats):
             run()
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""One class a peer: the same expert layer (bf16, SwiGLU, weights after the expert) on the same tensors.
+"""One class a peer: the same expert layer (bf16, SwiGLU or SiLU, weights after the expert) on the same tensors.
 
 `forward` gives y with autograd attached; `leaves` are the tensors whose gradients backward fills. What a
 peer computes from the router's ids (sorting, index lists) is inside `forward`; the router is not.
@@ -18,9 +18,20 @@ class Problem(NamedTuple):
     x: Tensor  # [T, d]
     expert_ids: Tensor  # [T, K] int32
     weights: Tensor  # [T, K] float32
-    w_up: Tensor  # [E, 2n, d] gate | up
+    w_up: Tensor  # [E, 2n, d] gate | up, or [E, n, d] without gate
     w_down: Tensor  # [E, d, n]
     d_y: Tensor  # [T, d]
+
+    @property
+    def gated(self) -> bool:
+        return self.w_up.shape[1] == 2 * self.shape.n
+
+    def activate(self, h: Tensor) -> Tensor:
+        """SwiGLU of [rows, 2n], or SiLU of [rows, n]."""
+        if not self.gated:
+            return F.silu(h)
+        gate, up = h.chunk(2, dim=-1)
+        return F.silu(gate) * up
 
 
 def make_problem(
@@ -29,6 +40,7 @@ def make_problem(
     num_tokens: int | None = None,
     seed: int = 0,
     skew: float = 0.0,
+    gated: bool = True,
     weights: "Problem | None" = None,
 ) -> Problem:
     """Random tensors and the top K of random logits; `skew` > 0 favours low ids (Zipf exponent). The
@@ -45,7 +57,8 @@ def make_problem(
         logits -= skew * torch.arange(1, shape.E + 1, device="cuda").log()
     chosen = logits.topk(shape.K)
     if weights is None:
-        w_up = normal(shape.E, 2 * shape.n, shape.d, scale=shape.d**-0.5).requires_grad_()
+        width = 2 * shape.n if gated else shape.n
+        w_up = normal(shape.E, width, shape.d, scale=shape.d**-0.5).requires_grad_()
         w_down = normal(shape.E, shape.d, shape.n, scale=shape.n**-0.5).requires_grad_()
     else:
         w_up, w_down = weights.w_up, weights.w_down
@@ -94,7 +107,10 @@ class Moestro(Peer):
 
     def forward(self) -> Tensor:
         p = self.problem
-        return self.moestro.experts(p.x, p.expert_ids, p.weights, p.w_up, p.w_down, save=self.save)
+        activation = "swiglu" if p.gated else "silu"
+        return self.moestro.experts(
+            p.x, p.expert_ids, p.weights, p.w_up, p.w_down, activation=activation, save=self.save
+        )
 
     def versions(self) -> dict[str, str]:
         return {"moestro": self.moestro.__version__}
@@ -133,8 +149,8 @@ class TorchGroupedMM(Peer):
         counts = counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
         offsets = counts.cumsum(0, dtype=torch.int32)
         rows = p.x[order // p.shape.K]
-        gate, up = F.grouped_mm(rows, p.w_up.transpose(1, 2), offs=offsets).chunk(2, dim=-1)
-        y_rows = F.grouped_mm(F.silu(gate) * up, p.w_down.transpose(1, 2), offs=offsets)
+        a = p.activate(F.grouped_mm(rows, p.w_up.transpose(1, 2), offs=offsets))
+        y_rows = F.grouped_mm(a, p.w_down.transpose(1, 2), offs=offsets)
         unsorted = torch.empty_like(order)
         unsorted[order] = torch.arange(order.numel(), device="cuda")
         y = y_rows[unsorted].view(*p.expert_ids.shape, p.shape.d)
@@ -156,9 +172,8 @@ class ScatterMoE(Peer):
         p = self.problem
         index = self.sort(p.expert_ids.long(), p.shape.E)  # sorted ids, their slots, offsets
         h = self.parallel_linear(p.x, p.w_up.transpose(1, 2), p.shape.K, *index, grouped_out=True)
-        gate, up = h.chunk(2, dim=-1)
         return self.parallel_linear(
-            F.silu(gate) * up,
+            p.activate(h),
             p.w_down.transpose(1, 2),
             1,
             *index,
@@ -209,6 +224,8 @@ class SonicMoE(Peer):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
+        if not problem.gated:
+            raise NotImplementedError("SonicMoE's layer takes gated activations only")
         _shorten_sonicmoe_tuning()
         from sonicmoe.enums import ActivationType
         from sonicmoe.functional import _DownProjection, _UpProjection
@@ -269,7 +286,7 @@ class MegaBlocks(Peer):
             ffn_hidden_size=s.n,
             moe_num_experts=s.E,
             moe_top_k=s.K,
-            mlp_type="glu",
+            mlp_type="glu" if problem.gated else "mlp",
             mlp_impl="grouped",
             activation_fn=F.silu,
             bf16=True,
@@ -278,10 +295,10 @@ class MegaBlocks(Peer):
             return_bias=False,
         )
         self.mlp = ParallelDroplessMLP(arguments).cuda().bfloat16()
-        gate, up = problem.w_up.detach().chunk(2, dim=1)
+        parts = problem.w_up.detach().split(s.n, dim=1)
         with torch.no_grad():
-            self.mlp.mlp.w1.copy_(gate.flatten(0, 1))
-            self.mlp.mlp.v1.copy_(up.flatten(0, 1))
+            for name, part in zip(("w1", "v1"), parts, strict=False):
+                getattr(self.mlp.mlp, name).copy_(part.flatten(0, 1))
             self.mlp.mlp.w2.copy_(problem.w_down.detach().transpose(1, 2).flatten(0, 1))
 
     def leaves(self) -> list[Tensor]:
@@ -319,7 +336,7 @@ class CublasBound:
             return torch.randn(extents, device="cuda", dtype=torch.bfloat16)
 
         self.x = normal(shape.E, rows, shape.d)
-        self.h = normal(shape.E, rows, 2 * shape.n)
+        self.h = normal(shape.E, rows, problem.w_up.shape[1])
         self.a = normal(shape.E, rows, shape.n)
         self.w_up, self.w_down = problem.w_up.detach(), problem.w_down.detach()
 

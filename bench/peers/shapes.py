@@ -10,9 +10,8 @@ class Shape(NamedTuple):
     E: int
     K: int
 
-    @property
-    def forward_flop(self) -> int:
-        return 6 * self.T * self.K * self.d * self.n
+    def forward_flop(self, gated: bool = True) -> int:
+        return (6 if gated else 4) * self.T * self.K * self.d * self.n
 
 
 SHAPES: dict[str, Shape] = {
