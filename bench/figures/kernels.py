@@ -26,17 +26,19 @@ def stage_of(name: str, seen: dict[str, int]) -> str:
         seen[kind] = seen.get(kind, 0) + 1
         return stages[min(seen[kind], len(stages)) - 1]
 
-    if "DownBackwardKernel" in name:
+    if "DownBackwardKernel" in name or "GemmDGated" in name:
         return "down_backward"
-    if "UpKernel" in name:
+    if "UpKernel" in name or "GemmGated" in name:
         return use("up", "up", "up_again")
     if "RowsKernel" in name:
         return "down" if "LoadWeightAlongK" in name else "up_backward"
     if "WeightKernel" in name:
         return use("weight", "down_weight_backward", "up_weight_backward")
-    if "combine" in name:
+    if "GemmDefault" in name:  # SonicMoE's, in the order of its step
+        return use("default", "down", "down_weight_backward", "up_backward", "up_weight_backward")
+    if "combine" in name or "token_gather_sum" in name:
         return use("combine", "combine", "combine_backward")
-    if "dispatch" in name or "row_weights" in name:
+    if "dispatch" in name or "row_weights" in name or "bitmatrix" in name or "col_partial_sum" in name:
         return "dispatch"
     return "other"
 

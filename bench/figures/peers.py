@@ -226,26 +226,45 @@ class Report:
         lines = []
         for shape in self.shapes:
             texts = []
-            for name in ("moestro", "sonicmoe", "torch-grouped-mm"):
+            for name in ("moestro", "torch-grouped-mm", "sonicmoe", "scattermoe", "megablocks"):
                 row = self.peers.of(name, shape)
-                host = (
+                texts.append(
                     "-"
                     if row is None or "forward_host_us" not in row
                     else f"{row['forward_host_us']:.0f} + {row['backward_host_us']:.0f}"
                 )
-                texts.append(
-                    f"{cell(row, 'first_call_ms', '.1f')} / {cell(row, 'new_tokens_ms', '.1f')} / {host}"
-                )
-            lines.append(f"| {shape} | {' | '.join(texts)} |")
+            ours = self.ours[shape]
+            lines.append(
+                f"| {shape} | {cell(ours, 'first_call_ms', '.1f')} | {cell(ours, 'new_tokens_ms', '.1f')} | "
+                f"{best(ours, 'both', 'ms'):.1f} | {' | '.join(texts)} |"
+            )
+        cold = [
+            f"| {row['peer']} | {row['shape']} | {row['first_call_ms'] / 1e3:.2f} | {row['new_tokens_ms'] / 1e3:.3f} | "
+            f"{row['caches']} |"
+            for row in read("h200_start.jsonl")
+        ]
         return [
             "## Start and host",
             "",
-            "First forward and backward of the shape in ms (of the run's first shape it includes loading the "
-            "module) / the first with another T in ms / the host's own time of a call in us, forward + backward. "
-            "SonicMoE compiles and tunes in its first call (4 to 173 s with its compiler, in an earlier run); here "
-            "its kernels lay compiled on disk, and what is shown is what was measured so.",
+            "moestro's first forward and backward of a shape in a process (that of the run's first shape includes loading "
+            "the module), its first with another T, and the steady state, in ms of wall time; then the host's own time of "
+            "a call through PyTorch, forward + backward, in us.",
             "",
-            *table("| shape | moestro | SonicMoE | torch grouped_mm |", lines),
+            *table(
+                "| shape | first call | new T | steady | host: moestro | torch grouped_mm | SonicMoE | ScatterMoE | "
+                "MegaBlocks |",
+                lines,
+            ),
+            *(
+                [
+                    "What the others' first calls took with cold caches, in seconds (with its compiler SonicMoE took 4 to "
+                    "173 s a shape in an earlier run, and 3.0 to 5.4 s for each new T):",
+                    "",
+                    *table("| peer | shape | first call | new T | caches |", cold),
+                ]
+                if cold
+                else []
+            ),
         ]
 
     def policy_table(self) -> list[str]:
@@ -340,6 +359,34 @@ class Report:
             ),
         ]
 
+    def ungated_table(self) -> list[str]:
+        peers = Peers("silu")
+        lines, ratios = [], []
+        for shape in (s for s in self.shapes if peers.of("moestro", s)):
+            ours, mega = peers.of("moestro", shape), peers.beside("megablocks", shape)
+            if mega is not None:
+                ratios.append(best(ours, "both", "share") / best(mega, "both", "share"))
+            lines.append(
+                f"| {shape} | {cell(peers.of('cublas-bound', shape), 'both_eager_ms')} | {cell(ours, 'both_eager_ms')} | "
+                f"{cell(ours, 'both_graph_ms')} | {best(ours, 'both', 'share'):.2f} | {cell(mega, 'both_eager_ms')} | "
+                f"{cell(peers.beside('torch-grouped-mm', shape), 'both_eager_ms')} | "
+                f"{cell(ours, 'kept_bytes', '.0f', MIB)} / {cell(mega, 'kept_bytes', '.0f', MIB)} |"
+            )
+        if not lines:
+            return []
+        return [
+            "## Without gate",
+            "",
+            "MoEBlaze's configurations with plain SiLU, forward and backward."
+            + (f" Against MegaBlocks: {mean(ratios):.2f}x (geometric mean)." if ratios else ""),
+            "",
+            *table(
+                "| shape | cuBLAS | moestro eager | graph | share | MegaBlocks eager | torch grouped_mm eager | kept MiB: "
+                "moestro / MegaBlocks |",
+                lines,
+            ),
+        ]
+
     def accumulate_table(self) -> list[str]:
         steps: dict[str, dict[str, float]] = {}
         for row in read("cuda_stages.jsonl"):
@@ -370,6 +417,7 @@ class Report:
             if bound is None or not ours.get("kernels_us") or "products_ms" not in bound:
                 continue
             us = stage_us(ours)
+            sonic_us = stage_us(self.peers.beside("sonicmoe", shape) or {})
             texts = []
             for stage in stages:
                 if stage not in us:
@@ -380,6 +428,8 @@ class Report:
                     roofs.append((shape, stage, us[stage] * 1e-6, roof(stage, ours, product_s)))
                 else:
                     texts.append(f"{us[stage]:.0f}")
+                if stage in sonic_us:
+                    texts[-1] += f" / {sonic_us[stage]:.0f}"
             lines.append(f"| {shape} | {' | '.join(texts)} |")
         if not lines:
             return []
@@ -396,7 +446,8 @@ class Report:
             "## Kernel by kernel",
             "",
             "Microseconds of each stage in a step, from the profiler; of products in brackets the time of the same "
-            "product by cuBLAS over it (one batched matmul, no gather, activation or ragged experts).",
+            "product by cuBLAS over it (one batched matmul, no gather, activation or ragged experts); after the stroke "
+            "SonicMoE's kernel of that stage, in the same run.",
             "",
             *table("| shape | " + " | ".join(s.replace("_", " ") for s in stages) + " |", lines),
             "## Roofline",
@@ -579,6 +630,7 @@ class Report:
             self.start_table(),
             self.skew_table(),
             self.small_table(),
+            self.ungated_table(),
             self.accumulate_table(),
             self.kernel_tables(),
             self.ladder(),

@@ -274,6 +274,7 @@ class MegaBlocks(Peer):
 
     name = "megablocks"
     capturable = False
+    compiles = True
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
