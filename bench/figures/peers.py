@@ -1,8 +1,11 @@
 """What was measured on an H200, from bench/results alone.
 
-python bench/figures/peers.py    # rewrites docs/benchmarks-h200.md, docs/figures/*.png, README's speed section
+python bench/figures/peers.py            # rewrites docs/benchmarks-h200.md, docs/figures/*.png, README's speed section
+python bench/figures/peers.py --check    # fails where the texts are not what the rows say
 """
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -47,6 +50,7 @@ class Report:
         known = [shape for shape in self.other_sonic if shape in measured]  # in the order of the models
         self.shapes = known + [shape for shape in measured if shape not in known]
         self.ours = {shape: self.peers.of("moestro", shape) for shape in self.shapes}
+        self.roofs: list[Any] = []
 
     def sonic_share(self, shape: str, which: str = "both") -> tuple[float, bool] | None:
         """Its share of the bound, the better of eager and graph, and whether in one run with ours."""
@@ -433,7 +437,7 @@ class Report:
             lines.append(f"| {shape} | {' | '.join(texts)} |")
         if not lines:
             return []
-        self.plot_roofline(roofs)
+        self.roofs = roofs
         by_limit = []
         for shape, stage, seconds, limit in roofs:
             limits = " / ".join(f"{1e6 * value:.0f}" for value in limit.limits_s.values())
@@ -535,8 +539,11 @@ class Report:
             ]
             columns = [column for column in columns if any(column[1])]
             bars(columns, with_policies, "kept for backward, MiB", "policies.png", log=True)
+        if self.roofs:
+            self.plot_roofline()
 
-    def plot_roofline(self, roofs: list[Any]) -> None:
+    def plot_roofline(self) -> None:
+        roofs = self.roofs
         figure, axes = plt.subplots(figsize=(9, 5))
         colors = plt.cm.tab10.colors
         for i, stage in enumerate(PRODUCTS):
@@ -564,7 +571,7 @@ class Report:
 
     # -- README --------------------------------------------------------------------------------------
 
-    def readme(self) -> None:
+    def readme(self) -> str:
         share = mean(best(r, "both", "share") for r in self.ours.values())
         torch_ratio = mean(self.ratios("torch-grouped-mm", "both", "best"))
         kept = [
@@ -613,14 +620,14 @@ class Report:
             "[docs/benchmarks-h200.md](docs/benchmarks-h200.md).",
             END,
         ]
-        path = ROOT / "README.md"
-        before, _, rest = path.read_text().partition(BEGIN)
+        before, _, rest = (ROOT / "README.md").read_text().partition(BEGIN)
         _, found, after = rest.partition(END)
         if not found:
             raise SystemExit(f"README.md: the lines {BEGIN!r} and {END!r} are expected in its speed section")
-        path.write_text(before + "\n".join(block) + after)
+        return before + "\n".join(block) + after
 
-    def write(self) -> None:
+    def documents(self) -> dict[Path, str]:
+        """What each generated text should be."""
         sections = [
             self.head(),
             self.both_table(),
@@ -636,9 +643,7 @@ class Report:
             self.ladder(),
         ]
         text = "\n".join(line for section in sections for line in section)
-        (DOCS / "benchmarks-h200.md").write_text(text.rstrip() + "\n")
-        self.plots()
-        self.readme()
+        return {DOCS / "benchmarks-h200.md": text.rstrip() + "\n", ROOT / "README.md": self.readme()}
 
 
 def bars(
@@ -664,5 +669,19 @@ def save(figure: Any, name: str) -> None:
     plt.close(figure)
 
 
+def main() -> int:
+    report = Report()
+    documents = report.documents()
+    if sys.argv[1:] == ["--check"]:
+        stale = [path for path, text in documents.items() if path.read_text() != text]
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is not what bench/figures/peers.py makes of bench/results")
+        return 1 if stale else 0
+    for path, text in documents.items():
+        path.write_text(text)
+    report.plots()
+    return 0
+
+
 if __name__ == "__main__":
-    Report().write()
+    sys.exit(main())

@@ -45,9 +45,11 @@ SHAPES: dict[str, Shape] = {
 
 def parse_shape(text: str) -> tuple[str, Shape]:
     """A name of SHAPES, the same with another number of tokens ("olmoe@16"), or "T,d,n,E,K"."""
-    name, _, tokens = text.partition("@")
-    if name in SHAPES and (not tokens or (tokens.isdecimal() and int(tokens) > 0)):
-        return text, SHAPES[name]._replace(T=int(tokens)) if tokens else SHAPES[name]
+    name, at, tokens = text.partition("@")
+    if name in SHAPES and not at:
+        return text, SHAPES[name]
+    if name in SHAPES and tokens.isdecimal() and int(tokens) > 0:
+        return text, SHAPES[name]._replace(T=int(tokens))
     try:
         values = [int(part) for part in text.split(",")]
         if len(values) == 5 and min(values) > 0:
