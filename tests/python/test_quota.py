@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from typing import Any
 
 import moestro
 import pytest
@@ -124,32 +125,60 @@ def test_stochastic_rounding_keeps_the_expected_total() -> None:
     assert drawn.remainder(tile).eq(0).all() and fits.sum() >= 3
 
 
-def test_rounded_module_trains_and_evaluates_plainly() -> None:
-    """Weights renormalise over the pairs that a token has; y and gradients as a loop over the pairs gives."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_kind": "scores", "scale": 2.0},
+        {"score": "sigmoid", "epsilon": 0.125, "selection_bias": True, "scale": 2.5, "expert_scale": True},
+        {"score": "identity", "weight_kind": "softmax", "clip": 1.5},
+        {"score": "identity", "weight_kind": "sigmoid"},
+        {"top_p": 0.6},
+    ],
+)
+def test_rounded_module_trains_and_evaluates_plainly(options: dict[str, Any]) -> None:
+    """A kept pair has the weight of the plain choice, an added one its score over the same divisor, a constant to it; y
+    and gradients as a loop over the pairs gives."""
     T, E, K, d = 60, 4, 2, 12
-    moe = moestro.MoE(d, 6, E, K, round_to=16).to(DEVICE)
+    moe = moestro.MoE(d, 6, E, K, round_to=16, **options).to(DEVICE)
+    router = moe.router
+    with torch.no_grad():
+        for parameter in (router.selection_bias, router.expert_scale):
+            if parameter is not None:
+                parameter.normal_(std=0.1)
     x = torch.randn(T, d, device=DEVICE, requires_grad=True)
     y, routing = moe(x, return_routing=True)
     assert routing.token_offsets is not None and routing.choice.shape == (T, K)
     counts = moestro.expert_counts(routing.expert_ids, E)
     assert counts.remainder(16).eq(0).all()
-    p = (x @ moe.router.weight.t()).softmax(-1)
-    want = []
+    kind = router.weight_kind
+    logits = x @ router.weight.t()
+    if router.clip:
+        logits = logits.clamp(-router.clip, router.clip)
+    values = logits.sigmoid() if "sigmoid" in (kind, router.score) else logits.softmax(-1)
+    want, added = [], 0
     for t, (a, b) in enumerate(zip(routing.token_offsets.tolist(), routing.token_offsets.tolist()[1:])):
-        ids = routing.expert_ids[a:b].long()
-        weights = p[t, ids] / p[t, ids].sum()
+        chosen = [e for e in routing.choice[t].tolist() if e >= 0]
+        divisor = values[t, chosen].sum() + router.epsilon
         row = torch.zeros(d, device=DEVICE)
-        for e, w in zip(ids.tolist(), weights):
+        for e in routing.expert_ids[a:b].tolist():
+            w = router.scale * values[t, e]
+            if kind in ("renormalized", "softmax"):
+                w = w / (divisor if e in chosen else divisor.detach())
+            if router.expert_scale is not None:
+                w = w * router.expert_scale[e]
+            added += e not in chosen
             gate, up = (moe.experts.w_up[e] @ x[t]).chunk(2)
             row = row + w * (moe.experts.w_down[e] @ (torch.nn.functional.silu(gate) * up))
         want.append(row)
+    assert added > 0
     want = torch.stack(want)
     torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
     d_y = torch.randn_like(y)
     inputs = [x, *moe.parameters()]
     for got, expected in zip(*(torch.autograd.grad(out, inputs, d_y) for out in (y, want)), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    plain = moestro.MoE(d, 6, E, K).to(DEVICE)
+    plain = moestro.MoE(d, 6, E, K, **options).to(DEVICE)
     plain.load_state_dict(moe.state_dict())
     assert torch.equal(moe.eval()(x), plain(x))
 
