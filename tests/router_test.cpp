@@ -452,7 +452,10 @@ TEST_P(RouterTest, GroupsLimitTheChoice) {
                                                                      {96, 48, 3, 5},
                                                                      {512, 32, 2, 10},
                                                                      {640, 8, 4, 8},
-                                                                     {8, 2, 1, 1}}) {
+                                                                     {8, 2, 1, 1},
+                                                                     {256, 8, 4, 8},
+                                                                     {512, 2, 1, 8},
+                                                                     {384, 1, 1, 7}}) {
       for (RouterConfig config : all_configs()) {
         for (const GroupMerit merit : {GroupMerit::kMax, GroupMerit::kTopTwo}) {
           for (const bool with_bias : {false, true}) {

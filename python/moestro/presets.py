@@ -63,8 +63,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "granite": {"score": "identity", "weight_kind": "softmax"},
     "minimax-m2": _BIASED_SIGMOID,
-    # Its code has 1e-12 as the least divisor, not as a summand: alike wherever the chosen sum to 1e-5 or more.
-    "ernie4.5": {"score": "softmax", "weight_kind": "renormalized", "epsilon": 1e-12, "selection_bias": True},
+    # Its code has 1e-12 as the least divisor, not as a summand; chosen scores that sum to less are not met.
+    "ernie4.5": {"score": "softmax", "weight_kind": "renormalized", "epsilon": 1e-20, "selection_bias": True},
     "hunyuan": {"score": "softmax", "weight_kind": "renormalized"},
     "dbrx": {"score": "softmax", "weight_kind": "renormalized"},
     "grok": {"score": "softmax", "weight_kind": "scores", "activation": "geglu_tanh"},

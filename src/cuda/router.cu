@@ -1,10 +1,13 @@
 /// Router on CUDA: see router.hpp.
 ///
 /// Forward turns logits into integer keys whose order is the choice's order: the value's bits made
-/// monotonic, then the complement of the id, so that keys never tie. Three kernels:
+/// monotonic, then the complement of the id, so that keys never tie. Four kernels:
 ///   lists  16-bit logits, softmax or sigmoid, nothing that changes the order of the logits, up to 512
 ///          experts and 16 choices, the usual case: four or eight lanes a token; each lane sorts its 32-bit
 ///          keys, and the lanes' lists merge pairwise
+///   octets sigmoid or sqrt(softplus), up to 512 experts and 8 choices, with a bias, groups or a clip: eight
+///   lanes a
+///          token; each lane sorts its 64-bit keys by eights into a list, and the lanes' lists merge pairwise
 ///   heads  anything else of up to 512 experts, 32 choices and 32 groups: a warp a token; each lane sorts
 ///          its 64-bit keys, and K times the largest head is taken. Where groups are limited, lane g holds
 ///          group g's merit, and the keys of the other groups' experts are cleared before the sort
@@ -270,15 +273,16 @@ __device__ __forceinline__ float warp_weight(const RouterForward& p, int expert,
 }
 
 /// One step of a sorting network: the larger to a.
-__device__ __forceinline__ void order_falling(std::int32_t& a, std::int32_t& b) {
-  const std::int32_t larger = max(a, b);
+template <typename Key>
+__device__ __forceinline__ void order_falling(Key& a, Key& b) {
+  const Key larger = max(a, b);
   b = min(a, b);
   a = larger;
 }
 
 /// Sorts a bitonic list falling.
-template <int kCount>
-__device__ __forceinline__ void sort_bitonic(std::int32_t* key) {
+template <int kCount, typename Key>
+__device__ __forceinline__ void sort_bitonic(Key* key) {
 #pragma unroll
   for (int distance = kCount / 2; distance > 0; distance /= 2) {
 #pragma unroll
@@ -466,6 +470,116 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     p.expert_ids[t * p.ids_stride + k] = expert;
     p.weights[t * p.weights_stride + k] =
         divisor == 0.0F ? 0.0F : p.config.scale * (score[m] / divisor) * scale;
+  }
+}
+
+/// Is a score of these made from its own logit alone?
+__host__ __device__ constexpr bool is_elementwise(RouterScore score) {
+  return score == RouterScore::kSigmoid || score == RouterScore::kSqrtSoftplus;
+}
+
+/// Elementwise scores of up to 8 * kPerLane experts, and up to eight choices. Lane l of a token's eight owns
+/// experts [l * kPerLane, (l + 1) * kPerLane); where groups are limited, a group is 1, 2, 4 or 8 lanes.
+template <typename Logit, int kPerLane, bool kBiased>
+__global__ void __launch_bounds__(32 * kWarpsPerBlock)
+    router_octets_kernel(const __grid_constant__ RouterForward p) {
+  using Keys = WideKeys;
+  using Key = Keys::Key;
+  constexpr int kLanes = 8;
+  constexpr int kList = 8;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const std::int64_t token =
+      static_cast<std::int64_t>(blockIdx.x) * (32 * kWarpsPerBlock / kLanes) + threadIdx.x / kLanes;
+  const bool exists = token < p.num_tokens;
+  const std::int64_t t = exists ? token : p.num_tokens - 1;  // whole warps take part in the exchanges
+  const Logit* row = static_cast<const Logit*>(p.logits) + t * p.logits_stride;
+  const bool limits_groups = router_math::limits_groups(p.config);
+  const bool is_sigmoid = p.config.score == RouterScore::kSigmoid;
+
+  Key best[kList];
+  float first_merit = negative_infinity();
+  float second_merit = negative_infinity();
+#pragma unroll(kPerLane <= 32 ? kPerLane / kList : 2)
+  for (int c = 0; c < kPerLane / kList; ++c) {
+    const int first = lane * kPerLane + c * kList;
+    float logit[kList];
+    load_logits(row, first, p.num_experts, p.vector, logit);
+    Key key[kList];
+#pragma unroll
+    for (int i = 0; i < kList; ++i) {
+      const int e = first + i;
+      logit[i] = router_math::clipped(logit[i], p.config.clip);
+      float value = logit[i];
+      if (kBiased || limits_groups) {
+        const float sound = router_math::sound(logit[i], 0.0F);
+        value = is_sigmoid ? router_math::sigmoid(sound) : router_math::sqrt_softplus(sound);
+        if (kBiased && e < p.num_experts) value += __ldg(p.selection_bias + e);
+        if (value != value) value = negative_infinity();
+        if (limits_groups) merge_top_two(value, negative_infinity(), &first_merit, &second_merit);
+      }
+      key[i] = e < p.num_experts ? Keys::make(kBiased ? value : logit[i], e) : 0;
+    }
+    sort_falling(key);
+    // The largest of two falling lists: the larger of a[i] and b[last - i], which is a bitonic list.
+#pragma unroll
+    for (int i = 0; i < kList; ++i) best[i] = c == 0 ? key[i] : max(best[i], key[kList - 1 - i]);
+    if (c != 0) sort_bitonic<kList>(best);
+  }
+  if (limits_groups) {
+    const int lanes_per_group = p.group_size / kPerLane;
+    for (int distance = 1; distance < lanes_per_group; distance *= 2) {
+      const float other_first = __shfl_xor_sync(kFullWarp, first_merit, distance);
+      const float other_second = __shfl_xor_sync(kFullWarp, second_merit, distance);
+      merge_top_two(other_first, other_second, &first_merit, &second_merit);
+    }
+    const bool top_two = p.config.group_merit == GroupMerit::kTopTwo;
+    const float merit = top_two ? first_merit + second_merit : first_merit;
+    int better = 0;  // groups; ties go to the lower one
+    for (int other_lane = 0; other_lane < kLanes; other_lane += lanes_per_group) {
+      const float other = __shfl_sync(kFullWarp, merit, other_lane, kLanes);
+      const bool is_lower = other_lane / lanes_per_group < lane / lanes_per_group;
+      better += other > merit || (other == merit && is_lower) ? 1 : 0;
+    }
+    if (better >= p.config.top_groups) {
+#pragma unroll
+      for (int i = 0; i < kList; ++i) best[i] = 0;
+    }
+  }
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) {
+    Key other[kList];
+#pragma unroll
+    for (int i = 0; i < kList; ++i) other[i] = __shfl_xor_sync(kFullWarp, best[i], distance);
+#pragma unroll
+    for (int i = 0; i < kList; ++i) best[i] = max(best[i], other[kList - 1 - i]);
+    sort_bitonic<kList>(best);
+  }
+
+  // All lanes of a token hold its list: lane k weighs choice k.
+  Key mine = best[0];
+#pragma unroll
+  for (int i = 1; i < kList; ++i) mine = lane == i ? best[i] : mine;
+  const bool owns_slot = lane < p.top_k;
+  const int expert = owns_slot ? Keys::expert(mine) : 0;
+  float logit = Keys::value(mine);
+  if (kBiased) logit = router_math::clipped(to_float(row[expert]), p.config.clip);
+  logit = router_math::sound(logit, 0.0F);
+  float value = 0.0F;
+  if (owns_slot) {
+    value = router_math::value_kind(p.config) == Value::kSigmoid ? router_math::sigmoid(logit)
+                                                                 : router_math::sqrt_softplus(logit);
+  }
+  if (router_math::normalizes(p.config)) {
+    float sum = value;
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(kFullWarp, sum, distance);
+    const float divisor = sum + router_math::divisor_epsilon(p.config);
+    value = divisor == 0.0F ? 0.0F : value / divisor;
+  }
+  if (exists && owns_slot) {
+    const float scale = p.expert_scale != nullptr ? p.expert_scale[expert] : 1.0F;
+    p.expert_ids[t * p.ids_stride + lane] = expert;
+    p.weights[t * p.weights_stride + lane] = p.config.scale * value * scale;
   }
 }
 
@@ -940,6 +1054,32 @@ bool takes_lists(const RouterForward& params) {
          router_math::value_kind(config) != Value::kSqrtSoftplus;
 }
 
+template <typename Logit, int kPerLane>
+void launch_octets(const RouterForward& params, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(ceil_div(params.num_tokens, 4 * kWarpsPerBlock));
+  if (params.selection_bias != nullptr) {
+    router_octets_kernel<Logit, kPerLane, true><<<blocks, 32 * kWarpsPerBlock, 0, stream>>>(params);
+  } else {
+    router_octets_kernel<Logit, kPerLane, false><<<blocks, 32 * kWarpsPerBlock, 0, stream>>>(params);
+  }
+}
+
+/// Experts that a lane of router_octets_kernel owns; 0 where that kernel does not take the routing.
+int octet_size(const RouterForward& params) {
+  const RouterConfig& config = params.config;
+  const Value kind = router_math::value_kind(config);
+  const bool weighs = kind == Value::kSigmoid || kind == Value::kSqrtSoftplus;
+  if (!is_elementwise(config.score) || !weighs || params.num_experts > 512 || params.top_k > 8) return 0;
+  const int per_lane = params.num_experts <= 128 ? 16 : params.num_experts <= 256 ? 32 : 64;
+  if (router_math::limits_groups(config)) {
+    const int lanes_per_group = params.group_size / per_lane;
+    const bool whole_lanes =
+        params.group_size % per_lane == 0 && (lanes_per_group & (lanes_per_group - 1)) == 0;
+    if (!whole_lanes) return 0;
+  }
+  return per_lane;
+}
+
 template <typename Logit>
 void launch_forward(RouterForward params, cudaStream_t stream) {
   const int experts = params.num_experts;
@@ -958,6 +1098,12 @@ void launch_forward(RouterForward params, cudaStream_t stream) {
       if (experts <= 256) return launch_lists<Logit, 4, 64, 16>(params, stream);
       return launch_lists<Logit, 8, 64, 16>(params, stream);
     }
+  }
+  if (const int per_lane = octet_size(params); per_lane != 0) {
+    params.vector = reads_in_vectors(params, static_cast<std::int64_t>(sizeof(Logit)), 8, 16);
+    if (per_lane == 16) return launch_octets<Logit, 16>(params, stream);
+    if (per_lane == 32) return launch_octets<Logit, 32>(params, stream);
+    return launch_octets<Logit, 64>(params, stream);
   }
   const bool many_groups = router_math::limits_groups(params.config) && params.config.num_groups > 32;
   if (experts > 512 || top_k > 32 || many_groups) {

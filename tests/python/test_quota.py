@@ -206,11 +206,11 @@ def test_no_tokens() -> None:
 
 def test_forced_routing() -> None:
     moe = moestro.MoE(8, 4, 6, 2).to(DEVICE)
-    x = torch.randn(60, 8, device=DEVICE)
+    x = torch.randn(600, 8, device=DEVICE)
     for kind, check in {
-        "uniform": lambda counts: counts == [20] * 6,
-        "zipf": lambda counts: counts[0] > 1.5 * counts[3],
-        "one_expert": lambda counts: counts == [60, 60, 0, 0, 0, 0],
+        "uniform": lambda counts: counts == [200] * 6,
+        "zipf": lambda counts: counts[0] > 1.4 * counts[3],
+        "one_expert": lambda counts: counts == [600, 600, 0, 0, 0, 0],
     }.items():
         with moestro.forced_routing(kind):
             y, routing = moe(x, return_routing=True)
