@@ -453,7 +453,6 @@ TEST_P(RouterTest, GroupsLimitTheChoice) {
                                                                      {512, 32, 2, 10},
                                                                      {640, 8, 4, 8},
                                                                      {8, 2, 1, 1},
-                                                                     {256, 8, 4, 8},
                                                                      {512, 2, 1, 8},
                                                                      {384, 1, 1, 7}}) {
       for (RouterConfig config : all_configs()) {
