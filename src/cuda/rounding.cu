@@ -155,19 +155,25 @@ struct Threshold {
   bool exact = true;
 };
 
+constexpr int kListed = 8192;  // chosen keys of an expert that fit in shared memory
+
 /// One expert's column, in pages of kItems * 1024 tokens: item i of a thread is token i * 1024 + thread of
-/// the page. Only where there are several is a page read more than once.
+/// the page. Only where there are several is a page read more than once. The keys of the chosen are in a list
+/// too, in no order, unless there are too many.
 template <int kItems, bool kPaged>
 struct Column {
   static_assert(kItems <= 32);
   const RoundingParams& p;
   std::int64_t expert;
   BlockReduce& reduce;
-  std::uint32_t key[kItems];       // of candidates above 0, else 0
+  std::uint32_t* list;        // [kListed], shared
+  int count = 0;              // of the chosen
+  int available = 0;          // of the chosen, and of those that may be added
+  std::uint32_t key[kItems];  // 0: may not be added. A chosen token whose score is NaN: 1, below all numbers
   std::uint32_t chosen_word = 0;   // lane i: item i of the warp's lanes
   std::uint32_t chosen_items = 0;  // bit i: the thread's item i
-  bool among_chosen = false;
 
+  __device__ bool listed() const { return count <= kListed; }
   __device__ int pages() const {
     return kPaged ? static_cast<int>(ceil_div(p.num_tokens, kSelectThreads * kItems)) : 1;
   }
@@ -176,7 +182,6 @@ struct Column {
     return (static_cast<std::int64_t>(page) * kItems + reduce.lane) * BlockReduce::kWarps + reduce.warp;
   }
   __device__ bool holds_bits(int page) const { return reduce.lane < kItems && place(page) < p.words; }
-  /// All keys, and which are chosen.
   __device__ void load(int page) {
     const std::int64_t first = static_cast<std::int64_t>(page) * kItems * kSelectThreads + threadIdx.x;
     const std::uint32_t* column = p.keys + expert * p.num_tokens;
@@ -187,23 +192,9 @@ struct Column {
     }
     chosen_word = holds_bits(page) ? p.bits[place(page) * p.num_experts + expert] : 0;
     chosen_items = transpose_bits(chosen_word);
-  }
-  /// Leaves the candidates among the chosen, or among the others. A chosen token whose score is NaN is the
-  /// last of the candidates.
-  __device__ void keep_candidates() {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const bool is_chosen = (chosen_items >> i & 1U) != 0;
-      const std::uint32_t order = is_chosen && key[i] == 0 ? 1 : key[i];
-      key[i] = is_chosen == among_chosen ? order : 0;
-    }
-  }
-  /// From here on the candidates are these. `fresh`: no candidates were taken since the load.
-  __device__ void take_candidates(bool among, bool fresh) {
-    among_chosen = among;
-    if constexpr (!kPaged) {
-      if (!fresh) load(0);
-      keep_candidates();
+      if ((chosen_items >> i & 1U) != 0) key[i] = max(key[i], 1U);
     }
   }
   template <typename Body>
@@ -211,65 +202,138 @@ struct Column {
     if constexpr (kPaged) {
       for (int page = 0; page < pages(); ++page) {
         load(page);
-        keep_candidates();
         body(page);
       }
     } else {
       body(0);
     }
   }
-  /// That of the `wanted` best candidates, of which there are at least as many.
-  __device__ Threshold threshold(int wanted) {
-    if (wanted == 0) return {};
-    std::uint32_t smallest = 0xffffffffU;  // less 1, so that no candidate is the largest
-    std::uint32_t largest = 0;
-    each_page([&](int) {
+  /// Bit i: the key of item i is at least `bound`.
+  __device__ std::uint32_t items_from(std::uint32_t bound) const {
+    std::uint32_t items = 0;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) items |= key[i] >= bound ? 1U << i : 0;
+    return items;
+  }
+  __device__ std::uint32_t candidates(bool among_chosen) const {
+    return among_chosen ? chosen_items : ~chosen_items;
+  }
+  /// Reads the column, counts, and makes the list. `length` is shared, and 0.
+  __device__ void open(int* length) {
+    int own_chosen = 0;
+    int own_others = 0;
+    for (int page = 0; page < pages(); ++page) {
+      load(page);
+      const int own = __popc(chosen_items);
+      own_chosen += own;
+      own_others += __popc(items_from(1) & ~chosen_items);
+      int through = own;
+#pragma unroll
+      for (int offset = 1; offset < 32; offset *= 2) {
+        const int other = __shfl_up_sync(kFullWarp, through, offset);
+        if (reduce.lane >= offset) through += other;
+      }
+      int before = 0;
+      if (reduce.lane == 31) before = atomicAdd(length, through);
+      before = __shfl_sync(kFullWarp, before, 31) + through - own;
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
-        smallest = min(smallest, key[i] - 1);
-        largest = max(largest, key[i]);
+        if ((chosen_items >> i & 1U) == 0) continue;
+        if (before < kListed) list[before] = key[i];
+        ++before;
       }
-    });
+    }
+    count = reduce.sum(own_chosen);
+    available = count + reduce.sum(own_others);
+  }
+  /// Candidates whose key is at least `bound`, which is above 0: this thread's, to be summed over the block.
+  __device__ int reach(std::uint32_t bound, bool among_chosen) {
+    int own = 0;
+    if (listed()) {
+      for (int i = static_cast<int>(threadIdx.x); i < count; i += kSelectThreads)
+        own += list[i] >= bound ? 1 : 0;
+      if (among_chosen) return own;
+      own = -own;  // the others are all but the chosen
+      each_page([&](int) {
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) own += key[i] >= bound ? 1 : 0;
+      });
+    } else {
+      each_page([&](int) { own += __popc(items_from(bound) & candidates(among_chosen)); });
+    }
+    return own;
+  }
+  /// That of the `wanted` best candidates, of which there are at least as many.
+  __device__ Threshold threshold(int wanted, bool among_chosen) {
+    if (wanted == 0) return {};
+    // The bits that all keys have in common need no search.
+    std::uint32_t smallest = 0xffffffffU;  // less 1, so that no candidate is the largest
+    std::uint32_t largest = 0;
+    if (among_chosen && listed()) {
+      for (int i = static_cast<int>(threadIdx.x); i < count; i += kSelectThreads) {
+        smallest = min(smallest, list[i] - 1);
+        largest = max(largest, list[i]);
+      }
+    } else {
+      each_page([&](int) {
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) {
+          smallest = min(smallest, key[i] - 1);
+          largest = max(largest, key[i]);
+        }
+      });
+    }
     reduce.extremes(&smallest, &largest);
-    // The bits that all have in common need no search.
     int bit = 31 - __clz(static_cast<int>((smallest + 1) ^ largest));
     std::uint32_t found = bit < 0 ? largest : largest >> bit >> 1 << bit << 1;
 #pragma unroll 1
     for (; bit >= 0; --bit) {
       const std::uint32_t bound = found | 1U << bit;
-      int reach = 0;
-      each_page([&](int) {
-#pragma unroll
-        for (int i = 0; i < kItems; ++i) reach += key[i] >= bound ? 1 : 0;
-      });
-      reach = reduce.sum(reach);
-      if (reach == wanted) return {bound, true};
-      if (reach > wanted) found = bound;
+      const int reached = reduce.sum(reach(bound, among_chosen));
+      if (reached == wanted) return {bound, true};
+      if (reached > wanted) found = bound;
     }
     return {found, false};
   }
-  /// Of the candidates that a threshold of `wanted` selects, or of the others: the sum of their scores.
-  __device__ double mass(const Threshold& limit, int wanted, bool selected) {
+  /// Candidates with the limit's key that are to be taken, where the limit is not exact.
+  __device__ int missing(const Threshold& limit, int wanted, bool among_chosen) {
+    return wanted - reduce.sum(reach(limit.key + 1, among_chosen));
+  }
+  /// Sum of the scores of the chosen that a threshold of `wanted` leaves out.
+  __device__ double mass_lost(const Threshold& limit, int wanted) {
     double own = 0;
-    int above = 0;
-    int equal = 0;
-    each_page([&](int) {
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        if (key[i] == 0) continue;
-        const bool takes = limit.exact ? key[i] >= limit.key : key[i] > limit.key;
-        const bool is_equal = !limit.exact && key[i] == limit.key;
-        above += takes ? 1 : 0;
-        equal += is_equal ? 1 : 0;
-        if (!is_equal && takes == selected) own += value_of(key[i]);
+    if (listed()) {
+      for (int i = static_cast<int>(threadIdx.x); i < count; i += kSelectThreads) {
+        if (list[i] < limit.key) own += value_of(list[i]);
       }
-    });
+    } else {
+      each_page([&](int) { own += sum_of(chosen_items & ~items_from(limit.key)); });
+    }
     double total = reduce.sum(own);
     if (!limit.exact) {
-      const int missing = wanted - reduce.sum(above);
-      total += (selected ? missing : reduce.sum(equal) - missing) * value_of(limit.key);
+      const int equal = reduce.sum(reach(limit.key, true) - reach(limit.key + 1, true));
+      total += (equal - missing(limit, wanted, true)) * value_of(limit.key);
     }
     return total;
+  }
+  /// Sum of the scores of the others that a threshold of `wanted` selects.
+  __device__ double mass_added(const Threshold& limit, int wanted) {
+    const std::uint32_t bound = limit.exact ? limit.key : limit.key + 1;
+    double own = 0;
+    each_page([&](int) { own += sum_of(items_from(bound) & ~chosen_items); });
+    double total = reduce.sum(own);
+    if (!limit.exact) total += missing(limit, wanted, false) * value_of(limit.key);
+    return total;
+  }
+  /// Of few items: conversions are slow.
+  __device__ double sum_of(std::uint32_t items) const {
+    double sum = 0;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const bool has = (items >> i & 1U) != 0;
+      if (__any_sync(kFullWarp, has)) sum += has ? value_of(key[i]) : 0.0;
+    }
+    return sum;
   }
   static __device__ double value_of(std::uint32_t order) {
     return order <= 1 ? 0.0 : static_cast<double>(rounding_math::from_ordered(order));
@@ -321,84 +385,53 @@ __global__ void __launch_bounds__(kSelectThreads)
   __shared__ int totals[kItems];
   constexpr int kBlocks = kItems * kSelectThreads / kTokenThreads;  // of tokens, in a page
   __shared__ int sums[kBlocks];
+  __shared__ std::uint32_t list[kListed];
+  __shared__ int length;
   BlockReduce reduce{scratch};
-  Column<kItems, kPaged> column{p, blockIdx.x, reduce};
-
-  int own_chosen = 0;
-  int own_others = 0;
-  for (int page = 0; page < column.pages(); ++page) {
-    column.load(page);
-    own_chosen += __popc(column.chosen_items);
-#pragma unroll
-    for (int i = 0; i < kItems; ++i)
-      own_others += column.key[i] != 0 && (column.chosen_items >> i & 1U) == 0 ? 1 : 0;
-  }
-  const int count = reduce.sum(own_chosen);
-  const int available = count + reduce.sum(own_others);
+  if (threadIdx.x == 0) length = 0;
+  __syncthreads();
+  Column<kItems, kPaged> column{p, blockIdx.x, reduce, list};
+  column.open(&length);
+  const int count = column.count;
   const auto target_of = [&](Rounding rounding) {
     const float draw = rounding == Rounding::kStochastic ? p.draws[blockIdx.x * p.draws_stride] : 0.0F;
-    return static_cast<int>(rounding_math::rounded(count, p.tile, rounding, available, draw));
+    return static_cast<int>(rounding_math::rounded(count, p.tile, rounding, column.available, draw));
   };
 
   int target = count;
-  int wanted = 0;
   Threshold limit;
   if constexpr (kByScore) {
-    const int down = target_of(Rounding::kDown);
     const int up = target_of(Rounding::kUp);
-    target = down;
-    if (down != count) {
-      column.take_candidates(true, true);
-      limit = column.threshold(down);
-    }
+    target = target_of(Rounding::kDown);
+    if (target != count) limit = column.threshold(target, true);
     if (up > count) {
-      const double lost = column.mass(limit, down, false);
-      column.take_candidates(false, false);
-      const Threshold added = column.threshold(up - count);
-      if (column.mass(added, up - count, true) <= lost) {
+      const Threshold added = column.threshold(up - count, false);
+      if (column.mass_added(added, up - count) <= column.mass_lost(limit, target)) {
         target = up;
         limit = added;
-      } else {
-        column.take_candidates(true, false);
       }
     }
-    wanted = target > count ? target - count : target;
   } else {
     target = target_of(p.rounding);
-    if (target != count) {
-      column.take_candidates(target < count, true);
-      wanted = target > count ? target - count : target;
-      limit = column.threshold(wanted);
-    }
+    if (target != count) limit = column.threshold(target > count ? target - count : target, target < count);
   }
 
   const bool changes = target != count;
   const bool keeps_chosen = target >= count;
-  int missing = 0;  // candidates still to take whose key is the limit
-  if (changes && !limit.exact) {
-    int above = 0;
-    column.each_page([&](int) {
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) above += column.key[i] > limit.key ? 1 : 0;
-    });
-    missing = wanted - reduce.sum(above);
-  }
+  int missing = 0;
+  if (!limit.exact) missing = column.missing(limit, keeps_chosen ? target - count : target, !keeps_chosen);
   column.each_page([&](int page) {
     std::uint32_t word = 0;
     if (changes) {
-      std::uint32_t above = 0;
-      std::uint32_t equal = 0;
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        const bool takes = limit.exact ? column.key[i] >= limit.key : column.key[i] > limit.key;
-        above |= takes ? 1U << i : 0;
-        equal |= column.key[i] == limit.key ? 1U << i : 0;
-      }
-      word = transpose_bits(above);
-      if (!limit.exact) {
-        equal = transpose_bits(equal);
+      const std::uint32_t candidates = column.candidates(!keeps_chosen);
+      const std::uint32_t reaching = column.items_from(limit.key) & candidates;
+      if (limit.exact) {
+        word = transpose_bits(reaching);
+      } else {
+        const std::uint32_t above = column.items_from(limit.key + 1) & candidates;
+        std::uint32_t equal = transpose_bits(reaching & ~above);
         missing -= keep_first(&equal, missing, ranks, totals);
-        word |= equal;
+        word = transpose_bits(above) | equal;
       }
     }
     if (keeps_chosen) word |= column.chosen_word;
@@ -439,6 +472,7 @@ __global__ void __launch_bounds__(kTokenThreads)
   }
   const std::int64_t chunks = ceil_div(p.num_experts, 32);
   int own = 0;
+#pragma unroll 4
   for (std::int64_t chunk = 0; chunk < chunks; ++chunk) own += __popc(experts_of(chunk));
   int through = own;
 #pragma unroll
