@@ -59,6 +59,20 @@ def environment() -> dict[str, Any]:
     }
 
 
+class Phases:
+    """Where the run's own time goes."""
+
+    def __init__(self) -> None:
+        self.last, self.seconds = time.monotonic(), dict[str, float]()
+
+    def end(self, phase: str) -> None:
+        now = time.monotonic()
+        self.seconds[phase], self.last = now - self.last, now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items())
+
+
 def prepare(name: str, problem: Problem, arguments: argparse.Namespace, row: dict[str, Any]) -> Peer | None:
     """Makes the peer and takes everything but its times; None, with the reason in `row`, where it cannot
     run or is wrong."""
@@ -126,6 +140,7 @@ def run_shape(
     names = [peer for peer in arguments.peer if name in arguments.only_on.get(peer, [name])]
     rows = {peer: {**base, "peer": peer} for peer in (BOUND, *names)}
     gated = arguments.activation == "swiglu"
+    phases = Phases()
     problem = make_problem(shape, skew=arguments.skew, gated=gated)
     flop = shape.forward_flop(gated)
     peers: dict[str, Peer] = {}
@@ -136,6 +151,7 @@ def run_shape(
         if peer is not None:
             peers[peer_name] = peer
 
+    phases.end("prepare")
     bound = CublasBound(problem)
     bound_calls = {(BOUND, "forward"): bound.forward, (BOUND, "both"): bound.forward_backward}
     sizes = {"turns": arguments.turns, "repeats": arguments.repeats}
@@ -145,25 +161,29 @@ def run_shape(
     for n in (BOUND, *peers):
         add_times(rows[n], "eager", times, flop, n)
 
+    phases.end("eager")
     for group in groups_that_fit(peers, rows):
-        graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        graphs = {key: capture(call) for key, call in bound_calls.items()}
         for n in group:
             try:
                 graphs[n, "forward"] = capture(peers[n].forward)
                 graphs[n, "both"] = capture(step(peers[n]))
             except Exception as error:
                 rows[n]["graph_skipped"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        times = medians_in_turns(bound_calls | {key: g.replay for key, g in graphs.items()}, **sizes)
+        times = medians_in_turns({key: graph.replay for key, graph in graphs.items()}, **sizes)
         for n in (BOUND, *group):
             add_times(rows[n], "graph", times, flop, n)
         graphs.clear()
         gc.collect()
         torch.cuda.empty_cache()
 
+    phases.end("graph")
     if arguments.profile:
         rows[BOUND]["products_ms"] = medians_in_turns(bound.products(), **sizes)
         for n in set(arguments.profile) & set(peers):
             rows[n]["kernels_us"] = kernels_us(peers[n])
+    phases.end("profile")
+    print(f"{name}: {phases}", flush=True)
     for peer in peers.values():
         clear(peer)
     return list(rows.values())
@@ -207,7 +227,9 @@ def main() -> int:
         "--peer", action="append", default=[], choices=list(PEERS), help="repeatable; default: all"
     )
     parser.add_argument("--turns", type=int, default=4, help="turns of the peers (default 4)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed calls of each kind a turn (default 3)")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="timed calls of each kind a turn, at least (default 2)"
+    )
     parser.add_argument(
         "--skew", type=float, default=0.0, help="Zipf exponent of the routing (default 0: uniform)"
     )
@@ -260,7 +282,6 @@ def main() -> int:
         if arguments.budget is not None and time.monotonic() - start > arguments.budget:
             print(f"bench/peers: out of time before {name}", file=sys.stderr)
             break
-        began = time.monotonic()
         rows = run_shape(name, shape, arguments, common)
         gc.collect()
         torch.cuda.empty_cache()
@@ -268,7 +289,6 @@ def main() -> int:
             with arguments.out.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
         print(table(rows), flush=True)
-        print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
     return 0
 
 

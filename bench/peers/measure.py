@@ -1,6 +1,7 @@
 """How a peer's layer is measured. Times are milliseconds between events on the current stream."""
 
 import gc
+import random
 import re
 import statistics
 import time
@@ -28,15 +29,20 @@ def _samples_ms(run: Call, repeats: int) -> list[float]:
     return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
 
 
-def medians_in_turns(calls: dict[Any, Call], *, turns: int, repeats: int) -> dict[Any, float]:
-    """Medians of all calls. Every turn runs each of them `repeats` times, and begins with another one: the
-    card slows down as it warms, and what is timed first, once, would look better than the rest."""
+def medians_in_turns(
+    calls: dict[Any, Call], *, turns: int, repeats: int, block_ms: float = 30.0
+) -> dict[Any, float]:
+    """Medians of all calls. Every turn runs each of them `repeats` times in a row, short ones more often, for
+    about `block_ms`. The order is drawn anew each turn: the card slows down as it warms and takes its time to
+    recover, so what always came first, or always after the same neighbour, would be better or worse off."""
+    generator = random.Random(0)
+    counts = {key: max(repeats, min(12, round(block_ms / _samples_ms(calls[key], 1)[0]))) for key in calls}
     samples: dict[Any, list[float]] = {key: [] for key in calls}
     keys = list(calls)
-    for turn in range(turns):
-        first = turn * len(keys) // turns
-        for key in keys[first:] + keys[:first]:
-            samples[key] += _samples_ms(calls[key], repeats)
+    for _ in range(turns):
+        generator.shuffle(keys)
+        for key in keys:
+            samples[key] += _samples_ms(calls[key], counts[key])
     return {key: statistics.median(values) for key, values in samples.items()}
 
 
@@ -63,7 +69,7 @@ def wall_ms(run: Call) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def y_error(peer: Peer, tokens: int = 64) -> float:
+def y_error(peer: Peer, tokens: int = 32) -> float:
     """Relative error of y against a float32 loop, over the first tokens."""
     p = peer.problem
     y = peer.forward().detach()[:tokens].float()  # as in training: some peers tune inference apart
