@@ -152,7 +152,13 @@ class Report:
             f"{share('forward', 'eager')}, {share('forward', 'graph')}, "
             f"{mean(best(r, 'forward', 'share') for r in self.ours.values()):.3f}. The lowest share is "
             f"{min(best(r, 'both', 'share') for r in self.ours.values()):.2f} of forward and backward, "
-            f"{min(best(r, 'forward', 'share') for r in self.ours.values()):.2f} of forward.",
+            f"{min(best(r, 'forward', 'share') for r in self.ours.values()):.2f} of forward. Eager by graph replay: "
+            + ", ".join(
+                f"{title} {min(ratios):.2f} to {max(ratios):.2f}"
+                for title, which in (("forward", "forward"), ("both", "both"))
+                if (ratios := [r[f"{which}_eager_ms"] / r[f"{which}_graph_ms"] for r in self.ours.values()])
+            )
+            + ".",
         ]
         for peer, title in (
             ("sonicmoe", "SonicMoE"),
