@@ -244,8 +244,7 @@ class Router(nn.Module):
             scores = router_scores(logits, self.score, self.clip)
             factor = 1.0 if self.capacity_factor is None else self.capacity_factor
             ids, offsets = quota.expert_choice(scores, self.top_k, factor, token_mask=token_mask)
-            weights = route_weights(logits, ids, token_offsets=offsets, **self._weighting())
-            return Routing(logits, ids, weights, offsets)
+            return self._ragged(logits, ids, offsets, None)
         expert_ids, weights = route(
             logits,
             self.top_k,
@@ -269,33 +268,12 @@ class Router(nn.Module):
             ids, offsets = quota.round_to_tiles(
                 routing.expert_ids, scores, self.round_to, self.rounding, token_mask=token_mask
             )
-            weights = self._rounded_weights(routing, ids, offsets)
-            return Routing(logits, ids, weights, offsets, routing.expert_ids)
+            return self._ragged(logits, ids, offsets, routing.expert_ids)
         return routing
 
-    def _rounded_weights(self, routing: Routing, ids: Tensor, offsets: Tensor) -> Tensor:
-        """Weights [S] of rounded pairs: those of the choice where the token keeps a pair, so that training
-        sees what evaluation does; an added pair's score over the same divisor, which is a constant to it."""
-        if self.weight_kind in ("scores", "sigmoid"):  # a pair's weight depends on nothing but its logits
-            return route_weights(routing.logits, ids, token_offsets=offsets, **self._weighting())
-        # A softmax over the chosen is a softmax over all, renormalised.
-        weighting = self._weighting() | {"weight_kind": "scores", "epsilon": 0.0}
-        if self.weight_kind == "softmax":
-            weighting["score"] = "softmax"
-        num_tokens, top_k = routing.expert_ids.shape
-        with torch.no_grad():
-            plain = weighting | {"scale": 1.0, "expert_scale": None}
-            divisor = route_weights(routing.logits, routing.expert_ids, **plain).sum(-1) + self.epsilon
-            inverse = torch.where(divisor > 0, 1 / divisor, 0.0)
-            slots = torch.arange(ids.shape[0], device=ids.device, dtype=offsets.dtype)
-            token = torch.searchsorted(offsets[1:].contiguous(), slots, right=True)
-            token = token.clamp(max=max(num_tokens - 1, 0))
-            same = (routing.expert_ids[token] == ids.unsqueeze(-1)) & (ids >= 0).unsqueeze(-1)
-            place = token * top_k + same.int().argmax(-1)
-        # Each weight is taken at most once with a gradient, so its sum has one term: reproducible.
-        kept = routing.weights.flatten().gather(0, place)
-        scores = route_weights(routing.logits, ids, token_offsets=offsets, **weighting)
-        return torch.where(same.any(-1), kept, scores * inverse[token])
+    def _ragged(self, logits: Tensor, ids: Tensor, offsets: Tensor, chosen: Tensor | None) -> Routing:
+        weights = route_weights(logits, ids, token_offsets=offsets, **self._weighting())
+        return Routing(logits, ids, weights, offsets, chosen)
 
     def _weighting(self) -> dict[str, Any]:
         return {

@@ -137,8 +137,7 @@ def test_stochastic_rounding_keeps_the_expected_total() -> None:
     ],
 )
 def test_rounded_module_trains_and_evaluates_plainly(options: dict[str, Any]) -> None:
-    """A kept pair has the weight of the plain choice, an added one its score over the same divisor, a constant to it; y
-    and gradients as a loop over the pairs gives."""
+    """Weights renormalise over the pairs that a token has; y and gradients as a loop over the pairs gives."""
     T, E, K, d = 60, 4, 2, 12
     moe = moestro.MoE(d, 6, E, K, round_to=16, **options).to(DEVICE)
     router = moe.router
@@ -158,13 +157,12 @@ def test_rounded_module_trains_and_evaluates_plainly(options: dict[str, Any]) ->
     values = logits.sigmoid() if "sigmoid" in (kind, router.score) else logits.softmax(-1)
     want, added = [], 0
     for t, (a, b) in enumerate(zip(routing.token_offsets.tolist(), routing.token_offsets.tolist()[1:])):
-        chosen = [e for e in routing.choice[t].tolist() if e >= 0]
-        divisor = values[t, chosen].sum() + router.epsilon
+        pairs, chosen = routing.expert_ids[a:b].tolist(), routing.choice[t].tolist()
         row = torch.zeros(d, device=DEVICE)
-        for e in routing.expert_ids[a:b].tolist():
+        for e in pairs:
             w = router.scale * values[t, e]
             if kind in ("renormalized", "softmax"):
-                w = w / (divisor if e in chosen else divisor.detach())
+                w = w / (values[t, pairs].sum() + router.epsilon)
             if router.expert_scale is not None:
                 w = w * router.expert_scale[e]
             added += e not in chosen
