@@ -70,15 +70,19 @@ __global__ void __launch_bounds__(kTileThreads)
   constexpr int kWarps = kTileThreads / 32;
   constexpr int kColumns = kTileExperts / 32;
 
+  const int tokens = static_cast<int>(min(p.num_tokens - token, std::int64_t{32}));
+  const int experts = static_cast<int>(min(p.num_experts - expert, std::int64_t{kTileExperts}));
+
+  const float* source = p.scores + (token + warp) * p.scores_stride + expert + lane;
   float score[32 / kWarps][kColumns];
 #pragma unroll
   for (int r = 0; r < 32 / kWarps; ++r) {
-    const std::int64_t t = token + r * kWarps + warp;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      const std::int64_t e = expert + c * 32 + lane;
-      score[r][c] = t < p.num_tokens && e < p.num_experts ? p.scores[t * p.scores_stride + e] : 0.0F;
+      const bool exists = r * kWarps + warp < tokens && c * 32 + lane < experts;
+      score[r][c] = exists ? source[c * 32] : 0.0F;
     }
+    source += kWarps * p.scores_stride;
   }
   if (threadIdx.x < kTileExperts) chosen[threadIdx.x] = 0;
   if (blockIdx.y == 0 && threadIdx.x == 0 && token % kTokenThreads == 0) p.sums[token / kTokenThreads] = 0;
@@ -89,21 +93,21 @@ __global__ void __launch_bounds__(kTileThreads)
       tile[r * kWarps + warp][c * 32 + lane] = rounding_math::ordered(score[r][c]);
   }
   __syncthreads();
-  for (int slot = static_cast<int>(threadIdx.x); slot < 32 * p.top_k; slot += kTileThreads) {
+  for (int slot = static_cast<int>(threadIdx.x); slot < tokens * p.top_k; slot += kTileThreads) {
     const int row = slot / p.top_k;
-    if (token + row >= p.num_tokens) break;
     const std::int64_t e = p.expert_ids[(token + row) * p.ids_stride + slot % p.top_k] - expert;
-    const bool exists = e >= 0 && e < kTileExperts && expert + e < p.num_experts;
-    if (exists) atomicOr(chosen + e, 1U << row);
+    if (e >= 0 && e < experts) atomicOr(chosen + e, 1U << row);
   }
-  if (token + lane < p.num_tokens) {
-    for (int c = warp; c < kTileExperts && expert + c < p.num_experts; c += kWarps)
-      p.keys[(expert + c) * p.num_tokens + token + lane] = tile[lane][c];
+  if (lane < tokens) {
+    std::uint32_t* target = p.keys + (expert + warp) * p.num_tokens + token + lane;
+    for (int c = warp; c < experts; c += kWarps) {
+      *target = tile[lane][c];
+      target += kWarps * p.num_tokens;
+    }
   }
   __syncthreads();
-  const std::int64_t e = expert + threadIdx.x;
-  if (threadIdx.x < kTileExperts && e < p.num_experts)
-    p.bits[blockIdx.x * p.num_experts + e] = chosen[threadIdx.x];
+  if (static_cast<int>(threadIdx.x) < experts)
+    p.bits[blockIdx.x * p.num_experts + expert + threadIdx.x] = chosen[threadIdx.x];
 }
 
 /// Reductions over the block of `select`, their results the same for every thread; `turn` alternates between
@@ -454,6 +458,8 @@ __global__ void __launch_bounds__(kTokenThreads)
     rounding_fill_kernel(const __grid_constant__ RoundingParams p) {
   constexpr int kWarps = kTokenThreads / 32;
   __shared__ int warp_sums[3][kWarps];  // of the blocks before, of all blocks, of the warp's tokens
+  constexpr int kKeptChunks = 16;
+  __shared__ std::uint32_t kept[kKeptChunks][kTokenThreads];  // what experts_of gave
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const std::int64_t t = static_cast<std::int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
@@ -473,7 +479,11 @@ __global__ void __launch_bounds__(kTokenThreads)
   const std::int64_t chunks = ceil_div(p.num_experts, 32);
   int own = 0;
 #pragma unroll 4
-  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) own += __popc(experts_of(chunk));
+  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const std::uint32_t experts = experts_of(chunk);
+    if (chunk < kKeptChunks) kept[chunk][threadIdx.x] = experts;
+    own += __popc(experts);
+  }
   int through = own;
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
@@ -499,7 +509,8 @@ __global__ void __launch_bounds__(kTokenThreads)
   if (t < p.num_tokens) p.token_offsets[t + 1] = static_cast<std::int32_t>(end);
   std::int64_t slot = end - own;
   for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
-    for (std::uint32_t experts = experts_of(chunk); experts != 0; experts &= experts - 1) {
+    std::uint32_t experts = chunk < kKeptChunks ? kept[chunk][threadIdx.x] : experts_of(chunk);
+    for (; experts != 0; experts &= experts - 1) {
       if (slot < p.num_slots)
         p.rounded_ids[slot] = static_cast<std::int32_t>(chunk * 32) + __ffs(static_cast<int>(experts)) - 1;
       ++slot;

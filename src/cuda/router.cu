@@ -5,9 +5,8 @@
 ///   lists  16-bit logits, softmax or sigmoid, nothing that changes the order of the logits, up to 512
 ///          experts and 16 choices, the usual case: four or eight lanes a token; each lane sorts its 32-bit
 ///          keys, and the lanes' lists merge pairwise
-///   octets sigmoid or sqrt(softplus), up to 512 experts and 8 choices, with a bias, groups or a clip: eight
-///   lanes a
-///          token; each lane sorts its 64-bit keys by eights into a list, and the lanes' lists merge pairwise
+///   octets sigmoid or sqrt(softplus) with a bias or groups, up to 512 experts and 8 choices: eight lanes a
+///          token sort values alone, whose lists merge pairwise; the Kth value then marks the experts
 ///   heads  anything else of up to 512 experts, 32 choices and 32 groups: a warp a token; each lane sorts
 ///          its 64-bit keys, and K times the largest head is taken. Where groups are limited, lane g holds
 ///          group g's merit, and the keys of the other groups' experts are cleared before the sort
@@ -473,20 +472,45 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
   }
 }
 
-/// Is a score of these made from its own logit alone?
-__host__ __device__ constexpr bool is_elementwise(RouterScore score) {
-  return score == RouterScore::kSigmoid || score == RouterScore::kSqrtSoftplus;
+/// What the choice compares of an elementwise score: a sigmoid from the fast units, which are right to a few
+/// units in the last place. Weights take the formulas of router_math.
+template <RouterScore kScore>
+__device__ __forceinline__ float choice_score(float logit) {
+  if constexpr (kScore == RouterScore::kSqrtSoftplus) {
+    return router_math::sqrt_softplus(logit);
+  } else {
+    constexpr float kLog2E = 1.4426950408889634F;
+    float result;
+    asm("{\n\t.reg .f32 e;\n\tex2.approx.ftz.f32 e, %1;\n\tadd.f32 e, e, 0f3F800000;\n\t"
+        "rcp.approx.ftz.f32 %0, e;\n\t}"
+        : "=f"(result)
+        : "f"(-kLog2E * logit));
+    return result;
+  }
+}
+
+/// Exclusive sum over a token's eight lanes, and the sum of all.
+__device__ __forceinline__ int octet_scan(int value, int lane, int* all) {
+  int through = value;
+#pragma unroll
+  for (int offset = 1; offset < 8; offset *= 2) {
+    const int other = __shfl_up_sync(kFullWarp, through, offset, 8);
+    if (lane >= offset) through += other;
+  }
+  *all = __shfl_sync(kFullWarp, through, 7, 8);
+  return through - value;
 }
 
 /// Elementwise scores of up to 8 * kPerLane experts, and up to eight choices. Lane l of a token's eight owns
 /// experts [l * kPerLane, (l + 1) * kPerLane); where groups are limited, a group is 1, 2, 4 or 8 lanes.
-template <typename Logit, int kPerLane, bool kBiased>
+template <typename Logit, int kPerLane, RouterScore kScore, bool kBiased>
 __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     router_octets_kernel(const __grid_constant__ RouterForward p) {
-  using Keys = WideKeys;
-  using Key = Keys::Key;
   constexpr int kLanes = 8;
   constexpr int kList = 8;
+  constexpr int kWords = (kPerLane + 31) / 32;  // of a bit an expert
+  __shared__ int all_ids[32 * kWarpsPerBlock];
+  int* ids = all_ids + threadIdx.x / kLanes * kList;  // a token's
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const std::int64_t token =
       static_cast<std::int64_t>(blockIdx.x) * (32 * kWarpsPerBlock / kLanes) + threadIdx.x / kLanes;
@@ -494,37 +518,44 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
   const std::int64_t t = exists ? token : p.num_tokens - 1;  // whole warps take part in the exchanges
   const Logit* row = static_cast<const Logit*>(p.logits) + t * p.logits_stride;
   const bool limits_groups = router_math::limits_groups(p.config);
-  const bool is_sigmoid = p.config.score == RouterScore::kSigmoid;
+  const bool bias_in_vectors =
+      p.vector && reinterpret_cast<std::uintptr_t>(p.selection_bias) % sizeof(float4) == 0;
+  /// NaN as -infinity, -0 as 0.
+  const auto sound = [](float value) { return fmaxf(value, negative_infinity()) + 0.0F; };
+  const auto order = [](float value) {
+    const std::uint32_t bits = __float_as_uint(value);
+    return bits ^ (static_cast<std::uint32_t>(static_cast<std::int32_t>(bits) >> 31) | 0x80000000U);
+  };
 
-  Key best[kList];
+  std::uint32_t key[kPerLane];  // in the order of the values; 0 past the last expert
+  std::uint32_t best[kList];    // falling
   float first_merit = negative_infinity();
   float second_merit = negative_infinity();
-#pragma unroll(kPerLane <= 32 ? kPerLane / kList : 2)
+#pragma unroll
   for (int c = 0; c < kPerLane / kList; ++c) {
     const int first = lane * kPerLane + c * kList;
     float logit[kList];
     load_logits(row, first, p.num_experts, p.vector, logit);
-    Key key[kList];
+    [[maybe_unused]] float bias[kList];
+    if constexpr (kBiased) load_logits(p.selection_bias, first, p.num_experts, bias_in_vectors, bias);
+    std::uint32_t sorted[kList];
 #pragma unroll
     for (int i = 0; i < kList; ++i) {
-      const int e = first + i;
-      logit[i] = router_math::clipped(logit[i], p.config.clip);
-      float value = logit[i];
+      float value = sound(logit[i]);
       if (kBiased || limits_groups) {
-        const float sound = router_math::sound(logit[i], 0.0F);
-        value = is_sigmoid ? router_math::sigmoid(sound) : router_math::sqrt_softplus(sound);
-        if (kBiased && e < p.num_experts) value += __ldg(p.selection_bias + e);
-        if (value != value) value = negative_infinity();
-        if (limits_groups) merge_top_two(value, negative_infinity(), &first_merit, &second_merit);
+        float score = choice_score<kScore>(value);
+        if constexpr (kBiased) score = value = sound(score + bias[i]);
+        merge_top_two(score, negative_infinity(), &first_merit, &second_merit);
       }
-      key[i] = e < p.num_experts ? Keys::make(kBiased ? value : logit[i], e) : 0;
+      key[c * kList + i] = sorted[i] = first + i < p.num_experts ? order(value) : 0;
     }
-    sort_falling(key);
+    sort_falling(sorted);
     // The largest of two falling lists: the larger of a[i] and b[last - i], which is a bitonic list.
 #pragma unroll
-    for (int i = 0; i < kList; ++i) best[i] = c == 0 ? key[i] : max(best[i], key[kList - 1 - i]);
+    for (int i = 0; i < kList; ++i) best[i] = c == 0 ? sorted[i] : max(best[i], sorted[kList - 1 - i]);
     if (c != 0) sort_bitonic<kList>(best);
   }
+  bool eligible = true;
   if (limits_groups) {
     const int lanes_per_group = p.group_size / kPerLane;
     for (int distance = 1; distance < lanes_per_group; distance *= 2) {
@@ -540,14 +571,13 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
       const bool is_lower = other_lane / lanes_per_group < lane / lanes_per_group;
       better += other > merit || (other == merit && is_lower) ? 1 : 0;
     }
-    if (better >= p.config.top_groups) {
+    eligible = better < p.config.top_groups;
 #pragma unroll
-      for (int i = 0; i < kList; ++i) best[i] = 0;
-    }
+    for (int i = 0; i < kList; ++i) best[i] = eligible ? best[i] : 0;
   }
 #pragma unroll
   for (int distance = 1; distance < kLanes; distance *= 2) {
-    Key other[kList];
+    std::uint32_t other[kList];
 #pragma unroll
     for (int i = 0; i < kList; ++i) other[i] = __shfl_xor_sync(kFullWarp, best[i], distance);
 #pragma unroll
@@ -555,31 +585,73 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     sort_bitonic<kList>(best);
   }
 
-  // All lanes of a token hold its list: lane k weighs choice k.
-  Key mine = best[0];
+  // Experts above the Kth value, and the first ones that equal it; their ids in rising order.
+  std::uint32_t limit = best[0];
 #pragma unroll
-  for (int i = 1; i < kList; ++i) mine = lane == i ? best[i] : mine;
+  for (int i = 1; i < kList; ++i) limit = i == p.top_k - 1 ? best[i] : limit;
+  std::uint32_t above[kWords] = {};
+  std::uint32_t equal[kWords] = {};
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    above[i / 32] |= key[i] > limit ? 1U << (i % 32) : 0;
+    equal[i / 32] |= key[i] == limit ? 1U << (i % 32) : 0;
+  }
+  int num_above = 0;
+  int num_equal = 0;
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    if (!eligible) above[w] = equal[w] = 0;
+    num_above += __popc(above[w]);
+    num_equal += __popc(equal[w]);
+  }
+  int all_above = 0;
+  int all_equal = 0;
+  const int above_before = octet_scan(num_above, lane, &all_above);
+  const int equal_before = octet_scan(num_equal, lane, &all_equal);
+  const int wanted = p.top_k - all_above;  // of the equal ones
+  int surplus = num_equal - max(min(wanted - equal_before, num_equal), 0);
+  int slot = above_before + min(equal_before, wanted);
+#pragma unroll
+  for (int w = kWords - 1; w >= 0; --w) {
+    for (; surplus > 0 && equal[w] != 0; --surplus)
+      equal[w] ^= 0x80000000U >> __clz(static_cast<int>(equal[w]));
+  }
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    for (std::uint32_t chosen = above[w] | equal[w]; chosen != 0; chosen &= chosen - 1)
+      ids[slot++] = lane * kPerLane + 32 * w + __ffs(static_cast<int>(chosen)) - 1;
+  }
+  __syncwarp();
+
+  // Lane k weighs the kth of them; its rank by value is its place.
   const bool owns_slot = lane < p.top_k;
-  const int expert = owns_slot ? Keys::expert(mine) : 0;
-  float logit = Keys::value(mine);
-  if (kBiased) logit = router_math::clipped(to_float(row[expert]), p.config.clip);
-  logit = router_math::sound(logit, 0.0F);
-  float value = 0.0F;
+  const int expert = owns_slot ? ids[lane] : 0;
+  const float logit = fminf(sound(to_float(row[expert])), router_math::largest_finite<float>());
+  float value = logit;
+  if constexpr (kBiased) value = sound(choice_score<kScore>(logit) + p.selection_bias[expert]);
+  int place = 0;
+#pragma unroll
+  for (int other_lane = 0; other_lane < kLanes; ++other_lane) {
+    const float other = __shfl_sync(kFullWarp, value, other_lane, kLanes);
+    if (other_lane >= p.top_k) continue;
+    place += other > value || (other == value && other_lane < lane) ? 1 : 0;
+  }
+  float weight = 0.0F;
   if (owns_slot) {
-    value = router_math::value_kind(p.config) == Value::kSigmoid ? router_math::sigmoid(logit)
-                                                                 : router_math::sqrt_softplus(logit);
+    weight = router_math::value_kind(p.config) == Value::kSigmoid ? router_math::sigmoid(logit)
+                                                                  : router_math::sqrt_softplus(logit);
   }
   if (router_math::normalizes(p.config)) {
-    float sum = value;
+    float sum = weight;
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(kFullWarp, sum, distance);
     const float divisor = sum + router_math::divisor_epsilon(p.config);
-    value = divisor == 0.0F ? 0.0F : value / divisor;
+    weight = divisor == 0.0F ? 0.0F : weight / divisor;
   }
   if (exists && owns_slot) {
     const float scale = p.expert_scale != nullptr ? p.expert_scale[expert] : 1.0F;
-    p.expert_ids[t * p.ids_stride + lane] = expert;
-    p.weights[t * p.weights_stride + lane] = p.config.scale * value * scale;
+    p.expert_ids[t * p.ids_stride + place] = expert;
+    p.weights[t * p.weights_stride + place] = p.config.scale * weight * scale;
   }
 }
 
@@ -1057,11 +1129,17 @@ bool takes_lists(const RouterForward& params) {
 template <typename Logit, int kPerLane>
 void launch_octets(const RouterForward& params, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(ceil_div(params.num_tokens, 4 * kWarpsPerBlock));
-  if (params.selection_bias != nullptr) {
-    router_octets_kernel<Logit, kPerLane, true><<<blocks, 32 * kWarpsPerBlock, 0, stream>>>(params);
-  } else {
-    router_octets_kernel<Logit, kPerLane, false><<<blocks, 32 * kWarpsPerBlock, 0, stream>>>(params);
-  }
+  const auto launch = [&]<RouterScore kScore>() {
+    if (params.selection_bias != nullptr) {
+      router_octets_kernel<Logit, kPerLane, kScore, true><<<blocks, 32 * kWarpsPerBlock, 0, stream>>>(params);
+    } else {
+      router_octets_kernel<Logit, kPerLane, kScore, false>
+          <<<blocks, 32 * kWarpsPerBlock, 0, stream>>>(params);
+    }
+  };
+  if (params.config.score == RouterScore::kSigmoid)
+    return launch.template operator()<RouterScore::kSigmoid>();
+  launch.template operator()<RouterScore::kSqrtSoftplus>();
 }
 
 /// Experts that a lane of router_octets_kernel owns; 0 where that kernel does not take the routing.
@@ -1069,7 +1147,10 @@ int octet_size(const RouterForward& params) {
   const RouterConfig& config = params.config;
   const Value kind = router_math::value_kind(config);
   const bool weighs = kind == Value::kSigmoid || kind == Value::kSqrtSoftplus;
-  if (!is_elementwise(config.score) || !weighs || params.num_experts > 512 || params.top_k > 8) return 0;
+  const bool elementwise =
+      config.score == RouterScore::kSigmoid || config.score == RouterScore::kSqrtSoftplus;
+  if (!elementwise || !weighs || config.clip != 0.0F || params.num_experts > 512 || params.top_k > 8)
+    return 0;
   const int per_lane = params.num_experts <= 128 ? 16 : params.num_experts <= 256 ? 32 : 64;
   if (router_math::limits_groups(config)) {
     const int lanes_per_group = params.group_size / per_lane;
