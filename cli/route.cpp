@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "commands.hpp"
+#include "common/rounding_math.hpp"
 #include "errors.hpp"
 #include "moestro/dispatch.hpp"
 #include "text.hpp"
@@ -174,13 +175,6 @@ std::vector<std::int64_t> count_rows(Recorded& recorded, std::int64_t num_expert
   return rows;
 }
 
-/// As moestro.round_to_tiles: halves up, never more rows than tokens.
-std::int64_t rounded(std::int64_t rows, std::int64_t tile, const std::string& how, std::int64_t num_tokens) {
-  const std::int64_t down = rows / tile * tile;
-  const bool up = how == "up" ? rows > down : how == "nearest" && 2 * (rows - down) >= tile;
-  return up && down + tile <= num_tokens ? down + tile : down;
-}
-
 Json summary(Recorded& recorded, std::int64_t num_experts) {
   const std::vector<std::int64_t> rows = count_rows(recorded, num_experts);
   const auto slots = static_cast<std::int64_t>(recorded.ids.size());
@@ -223,14 +217,15 @@ Json summary(Recorded& recorded, std::int64_t num_experts) {
                   {"padding_rows", padding},
                   {"padding_share",
                    tiles == 0 ? 0.0 : static_cast<double>(padding) / static_cast<double>(tiles * tile)}};
-    for (const char* how : {"nearest", "up", "down"}) {
+    for (const Rounding how : {Rounding::kNearest, Rounding::kUp, Rounding::kDown}) {
       std::int64_t added = 0;
       std::int64_t dropped = 0;
       for (const std::int64_t count : rows) {
-        const std::int64_t change = rounded(count, tile, how, recorded.num_tokens()) - count;
+        const std::int64_t change =
+            rounding_math::rounded(count, tile, how, recorded.num_tokens(), 0.0F) - count;
         (change > 0 ? added : dropped) += std::abs(change);
       }
-      entry[how] = {{"added", added}, {"dropped", dropped}};
+      entry[name_of(how)] = {{"added", added}, {"dropped", dropped}};
     }
     root["tiles"].push_back(entry);
   }
