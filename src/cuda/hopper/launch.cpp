@@ -1,8 +1,6 @@
 #include "cuda/hopper/launch.hpp"
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 
 #include "cuda/device.hpp"
 #include "cuda/hopper/hopper.hpp"
@@ -28,7 +26,9 @@ EncodeFunction encode_function() {
   return function;
 }
 
-Status encode_map(const char* name, void* data, DType dtype, const MapShape& shape, CUtensorMap* map) {
+}  // namespace
+
+Status make_map(const char* name, void* data, DType dtype, const MapShape& shape, CUtensorMap* map) {
   const EncodeFunction encode = encode_function();
   if (encode == nullptr) {
     return Status::error(StatusCode::kUnsupported, "%s: the driver has no cuTensorMapEncodeTiled", name);
@@ -57,55 +57,6 @@ Status encode_map(const char* name, void* data, DType dtype, const MapShape& sha
                          static_cast<long long>(shape.extent[3]));
   }
   return {};
-}
-
-/// All that a map depends on: address, type, extents, strides, box.
-using MapKey = std::array<std::int64_t, 13>;
-
-/// Training calls with the same tensors again and again: maps are kept, each in the one place of a table that
-/// its key gives. A place that another thread is at is passed over.
-struct KeptMap {
-  std::atomic_flag busy = ATOMIC_FLAG_INIT;
-  MapKey key{};
-  CUtensorMap map;
-};
-
-KeptMap& kept_map(const MapKey& key) {
-  constexpr std::size_t kPlaces = 256;
-  static KeptMap places[kPlaces];
-  std::uint64_t hash = 0;
-  for (const std::int64_t word : key)
-    hash = (hash ^ static_cast<std::uint64_t>(word)) * 0x9e3779b97f4a7c15ULL;
-  return places[hash >> 32 & (kPlaces - 1)];
-}
-
-/// Null where there is no such device.
-const Device* device_or_null(int device_index) {
-  Context ctx;
-  ctx.device_index = device_index;
-  const Device* device = nullptr;
-  return find_device(ctx, &device).ok() ? device : nullptr;
-}
-
-}  // namespace
-
-Status make_map(const char* name, void* data, DType dtype, const MapShape& shape, CUtensorMap* map) {
-  MapKey key{reinterpret_cast<std::int64_t>(data), static_cast<std::int64_t>(dtype)};
-  auto next = key.begin() + 2;
-  next = std::copy(std::begin(shape.extent), std::end(shape.extent), next);
-  next = std::copy(std::begin(shape.stride), std::end(shape.stride), next);
-  std::copy(std::begin(shape.box), std::end(shape.box), next);
-  KeptMap& kept = kept_map(key);
-  if (kept.busy.test_and_set(std::memory_order_acquire)) return encode_map(name, data, dtype, shape, map);
-  Status status;
-  if (kept.key != key) {
-    kept.key = {};
-    status = encode_map(name, data, dtype, shape, &kept.map);
-    if (status.ok()) kept.key = key;
-  }
-  *map = kept.map;
-  kept.busy.clear(std::memory_order_release);
-  return status;
 }
 
 Status make_rows_map(const char* name, const TensorView& rows, int planes, int box_rows, CUtensorMap* map) {
@@ -140,8 +91,10 @@ Status make_weight_map(const char* name, const TensorView& weight, int planes, G
 }
 
 const char* refuse_device(int device_index) {
-  const Device* device = device_or_null(device_index);
-  if (device == nullptr) return "no such CUDA device";
+  Context ctx;
+  ctx.device_index = device_index;
+  const Device* device = nullptr;
+  if (!find_device(ctx, &device).ok()) return "no such CUDA device";
   return device->major == 9 && device->minor == 0 ? nullptr : "the device is not of compute capability 9.0";
 }
 
