@@ -1,6 +1,6 @@
 """Measures moestro and its peers on one GPU in one run, and writes a JSON line for each shape and peer.
 
-    python bench/peers --shape 7B-n256 --shape olmoe@16 --peer moestro --peer sonicmoe --out results.jsonl
+    python bench/peers --shape 7B-n256 --shape olmoe@16 --shape conf1:silu --peer moestro --out results.jsonl
 
 For each peer: correctness against an f32 loop on a few tokens, milliseconds of forward and of
 forward + backward in eager mode and replayed from a CUDA Graph (medians; all peers and the cuBLAS bound in
@@ -35,9 +35,10 @@ from measure import (
     y_error,
 )
 from peers import PEERS, CublasBound, Peer, Problem, make_problem
-from shapes import SHAPES, Shape, parse_shape
+from shapes import SHAPES, parse_case
 
 BOUND = "cublas-bound"
+ROOMY = 60 << 30  # free bytes with which no cached block need be given back between peers
 WRONG = 0.02  # of y, relative: beyond rounding in bf16
 
 
@@ -126,27 +127,27 @@ def add_times(row: dict[str, Any], mode: str, times: dict[Any, float], flop: int
         row[f"{which}_{mode}_share"] = times[BOUND, which] / ms
 
 
-def run_shape(
-    name: str, shape: Shape, arguments: argparse.Namespace, common: dict[str, Any]
-) -> list[dict[str, Any]]:
+def run_shape(text: str, arguments: argparse.Namespace, common: dict[str, Any]) -> list[dict[str, Any]]:
+    name, shape, activation = parse_case(text)
     base = {
         "shape": name,
         **shape._asdict(),
         "dtype": "bf16",
-        "activation": arguments.activation,
+        "activation": activation,
         "skew": arguments.skew,
         **common,
     }
-    names = [peer for peer in arguments.peer if name in arguments.only_on.get(peer, [name])]
+    names = [peer for peer in arguments.peer if text in arguments.only_on.get(peer, [text])]
     rows = {peer: {**base, "peer": peer} for peer in (BOUND, *names)}
-    gated = arguments.activation == "swiglu"
+    gated = activation == "swiglu"
     phases = Phases()
     problem = make_problem(shape, skew=arguments.skew, gated=gated)
     flop = shape.forward_flop(gated)
     peers: dict[str, Peer] = {}
     for peer_name in names:
-        gc.collect()
-        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info()[0] < ROOMY:
+            gc.collect()
+            torch.cuda.empty_cache()
         peer = prepare(peer_name, problem, arguments, rows[peer_name])
         if peer is not None:
             peers[peer_name] = peer
@@ -178,12 +179,13 @@ def run_shape(
         torch.cuda.empty_cache()
 
     phases.end("graph")
-    if arguments.profile:
+    profiled = [n for n in arguments.profile if n in peers and text in arguments.profile_on]
+    if profiled:
         rows[BOUND]["products_ms"] = medians_in_turns(bound.products(), **sizes)
-        for n in set(arguments.profile) & set(peers):
+        for n in profiled:
             rows[n]["kernels_us"] = kernels_us(peers[n])
     phases.end("profile")
-    print(f"{name}: {phases}", flush=True)
+    print(f"{text}: {phases}", flush=True)
     for peer in peers.values():
         clear(peer)
     return list(rows.values())
@@ -221,7 +223,11 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench/peers", description=__doc__.split("\n\n")[0])
     parser.add_argument(
-        "--shape", action="append", default=[], metavar="NAME[@T]|T,d,n,E,K", help="repeatable; default: all"
+        "--shape",
+        action="append",
+        default=[],
+        metavar="NAME[@T][:silu]|T,d,n,E,K[:silu]",
+        help="repeatable; default: all",
     )
     parser.add_argument(
         "--peer", action="append", default=[], choices=list(PEERS), help="repeatable; default: all"
@@ -233,7 +239,6 @@ def main() -> int:
     parser.add_argument(
         "--skew", type=float, default=0.0, help="Zipf exponent of the routing (default 0: uniform)"
     )
-    parser.add_argument("--activation", choices=("swiglu", "silu"), default="swiglu")
     parser.add_argument(
         "--only-on",
         action="append",
@@ -248,6 +253,7 @@ def main() -> int:
         choices=list(PEERS),
         help="repeatable; the peer's kernels one by one, and the bound's products",
     )
+    parser.add_argument("--profile-on", metavar="SHAPE,…", help="profile on these shapes alone")
     parser.add_argument(
         "--warm-caches",
         action="store_true",
@@ -262,10 +268,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON lines are appended here, shape by shape")
     arguments = parser.parse_args()
     start = time.monotonic()
+    shapes = arguments.shape or list(SHAPES)
     try:
-        shapes = [parse_shape(text) for text in arguments.shape] or list(SHAPES.items())
+        cases = {text: parse_case(text) for text in shapes}
     except ValueError as error:
         parser.error(str(error))
+    arguments.profile_on = arguments.profile_on.split(",") if arguments.profile_on else shapes
     arguments.peer = arguments.peer or list(PEERS)
     arguments.only_on = {
         peer: only.split(",") for peer, _, only in (text.partition("=") for text in arguments.only_on)
@@ -273,16 +281,22 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("bench/peers: no CUDA device is available", file=sys.stderr)
         return 1
+    done: set[tuple[str, str]] = set()
     if arguments.resume and arguments.out is not None and arguments.out.exists():
         rows = [json.loads(line) for line in arguments.out.open()]
-        done = {row["shape"] for row in rows if row.get("activation", "swiglu") == arguments.activation}
-        shapes = [(name, shape) for name, shape in shapes if name not in done]
+        done = {(row["shape"], row.get("activation", "swiglu")) for row in rows}
     common = {**environment(), "commit": arguments.commit}
-    for name, shape in shapes:
+    for text, (name, _, activation) in cases.items():
+        if (name, activation) in done:
+            continue
         if arguments.budget is not None and time.monotonic() - start > arguments.budget:
-            print(f"bench/peers: out of time before {name}", file=sys.stderr)
+            print(f"bench/peers: out of time before {text}", file=sys.stderr)
             break
-        rows = run_shape(name, shape, arguments, common)
+        try:
+            rows = run_shape(text, arguments, common)
+        except torch.OutOfMemoryError as error:
+            print(f"bench/peers: {text}: {str(error).splitlines()[0]}", file=sys.stderr)
+            rows = []
         gc.collect()
         torch.cuda.empty_cache()
         if arguments.out is not None:

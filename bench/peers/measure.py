@@ -69,7 +69,7 @@ def wall_ms(run: Call) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def y_error(peer: Peer, tokens: int = 32) -> float:
+def y_error(peer: Peer, tokens: int = 16) -> float:
     """Relative error of y against a float32 loop, over the first tokens."""
     p = peer.problem
     y = peer.forward().detach()[:tokens].float()  # as in training: some peers tune inference apart
@@ -97,7 +97,7 @@ def memory(peer: Peer) -> dict[str, int]:
     return {"kept_bytes": kept, "peak_bytes": peak}
 
 
-def host_us(peer: Peer, repeats: int = 7) -> dict[str, float]:
+def host_us(peer: Peer, repeats: int = 3) -> dict[str, float]:
     """Medians of the host's own time, the device idle at the start of each call."""
     forward, backward = [], []
     for _ in range(repeats):

@@ -57,3 +57,12 @@ def parse_shape(text: str) -> tuple[str, Shape]:
     except ValueError:
         pass
     raise ValueError(f"shape: {text!r} is neither T,d,n,E,K nor one of {', '.join(SHAPES)}, nor NAME@T")
+
+
+def parse_case(text: str) -> tuple[str, Shape, str]:
+    """A shape as parse_shape takes it, with ":silu" after it for a layer without gate: name, shape and
+    activation."""
+    plain, colon, activation = text.partition(":")
+    if colon and activation not in ("swiglu", "silu"):
+        raise ValueError(f"shape: after the colon of {text!r} swiglu or silu is expected")
+    return *parse_shape(plain), activation or "swiglu"

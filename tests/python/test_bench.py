@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "bench" / "peers"))
-from shapes import SHAPES, Shape, parse_shape  # noqa: E402
+from shapes import SHAPES, Shape, parse_case, parse_shape  # noqa: E402
 
 
 def test_shapes_by_name_and_number() -> None:
@@ -17,6 +17,13 @@ def test_shapes_by_name_and_number() -> None:
     assert parse_shape("5,8,4,3,2") == ("5,8,4,3,2", Shape(5, 8, 4, 3, 2))
     assert Shape(5, 8, 4, 3, 2).forward_flop() == 2 * 5 * 2 * (8 * 8 + 4 * 8)
     assert Shape(5, 8, 4, 3, 2).forward_flop(gated=False) == 2 * 5 * 2 * (8 * 4 + 4 * 8)
+
+
+def test_cases_name_an_activation() -> None:
+    assert parse_case("conf1") == ("conf1", SHAPES["conf1"], "swiglu")
+    assert parse_case("olmoe@16:silu") == ("olmoe@16", SHAPES["olmoe"]._replace(T=16), "silu")
+    with pytest.raises(ValueError, match="swiglu or silu"):
+        parse_case("conf1:relu")
 
 
 @pytest.mark.parametrize(
