@@ -12,8 +12,11 @@ namespace {
 
 std::size_t stage_workspace_bytes(const LayerConfig& config, const Context&) {
   const bool has_dots = config.has_b_down && config.weight_position == WeightPosition::kAfter;
-  return std::max(down_backward_workspace_bytes(config.num_slots(), config.d_ff, has_dots),
-                  hopper::down_backward_workspace_bytes(config.num_slots(), config.d_ff));
+  const std::int64_t num_slots = config.num_slots();
+  return std::max({down_backward_workspace_bytes(num_slots, config.d_ff, has_dots),
+                   hopper::down_backward_workspace_bytes(num_slots, config.d_ff),
+                   hopper::weight_backward_workspace_bytes(num_slots, config.h_width(), config.d_model),
+                   hopper::weight_backward_workspace_bytes(num_slots, config.d_ff, config.d_model)});
 }
 
 const char* portable_loop(const LayerConfig& config) {

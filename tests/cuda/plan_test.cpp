@@ -1,9 +1,11 @@
-/// Plans of the portable matrix kernels: data that needs no GPU.
+/// Plans of the matrix kernels: data that needs no GPU.
 #include "cuda/plan.hpp"
 
 #include <gtest/gtest.h>
 
 #include <cstring>
+
+#include "cuda/hopper/plan.hpp"
 
 namespace moestro::cuda {
 namespace {
@@ -112,6 +114,16 @@ TEST(CudaPlanTest, OuterProducts) {
   question.dtype = DType::kF32;
   EXPECT_EQ(plan_outer(question, kHopper).loop, MainLoop::kF32);
   EXPECT_EQ(plan_outer(question, kHopper).obstacle, nullptr);
+}
+
+TEST(CudaPlanTest, WeightTilesOfHopper) {
+  using hopper::plan_weight;
+  using hopper::WeightTile;
+  EXPECT_EQ(plan_weight(128, 512, 1536, 132), WeightTile::k256x192);   // 7B, n = 256: dW1
+  EXPECT_EQ(plan_weight(128, 256, 1536, 132), WeightTile::k256x192);   // and dW2
+  EXPECT_EQ(plan_weight(256, 4096, 7168, 132), WeightTile::k256x192);  // DeepSeek-V3
+  EXPECT_EQ(plan_weight(8, 2048, 512, 132), WeightTile::k128x256);     // the large tile needs a second wave
+  EXPECT_EQ(plan_weight(256, 128, 2048, 132), WeightTile::k128x256);   // half of it would be empty
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 ///   hopper_lab bench SHAPE...   check by samples, then time; SHAPE as in kShapes, or all
 ///   hopper_lab sweep SHAPE...   as bench, with every tile and raster
 ///   hopper_lab time SHAPE...    as bench, unchecked
+///   hopper_lab weights SHAPE... check and time the weights' gradients alone
 ///   hopper_lab profile SHAPE... each kernel once, for a profiler
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -375,6 +376,7 @@ struct Options {
   bool sweep = false;
   bool profile = false;
   bool unchecked = false;
+  bool weights = false;
 };
 
 template <class Element>
@@ -422,7 +424,9 @@ struct Problem {
         d_w_up(size(s.E, W, s.d) * 2),
         d_w_down(size(s.E, s.d, s.n) * 2),
         d_weights(S * 4),
-        work(hopper::down_backward_workspace_bytes(S, s.n)),
+        work(std::max({hopper::down_backward_workspace_bytes(S, s.n),
+                       hopper::weight_backward_workspace_bytes(S, W, s.d),
+                       hopper::weight_backward_workspace_bytes(S, s.n, s.d)})),
         cublas(library) {
     index.expert_token_indices = upload(host.token)->as<int>();
     index.expert_token_offsets = upload(host.offsets)->as<int>();
@@ -722,6 +726,36 @@ struct Problem {
     });
   }
 
+  /// Both weights' gradients, twice: the bits must be the same.
+  void check_weights(DType type, bool accumulate) {
+    const m::Context ctx = context();
+    unsigned long long hash[2][2];
+    for (auto& of_repeat : hash) {
+      for (Buffer* buffer : {&d_w_up, &d_w_down}) {
+        buffer->poison();
+        if (!accumulate) continue;
+        const auto count = static_cast<int64_t>(buffer->bytes / 4);
+        type == DType::kF32 ? fill(buffer->as<float>(), count, 1, 0, 1.0F)
+                            : fill(buffer->as<Element>(), count, 1, 0, 1.0F);
+      }
+      check_status(hopper::up_weight_backward(up_weight_args(type, accumulate), ctx, nullptr));
+      check_status(hopper::down_weight_backward(down_weight_args(type, accumulate), ctx, nullptr));
+      of_repeat[0] = hash_of(d_w_up);
+      of_repeat[1] = hash_of(d_w_down);
+    }
+    if (std::memcmp(hash[0], hash[1], sizeof hash[0]) != 0) {
+      ++failures;
+      std::printf("    FAILED: the weights' gradients are not reproducible\n");
+    }
+    if (type == DType::kF32) {
+      check_weight<float>("d_w_up f32", d_w_up, true, accumulate);
+      check_weight<float>("d_w_down f32", d_w_down, false, accumulate);
+    } else {
+      check_weight<Element>("d_w_up", d_w_up, true, accumulate);
+      check_weight<Element>("d_w_down", d_w_down, false, accumulate);
+    }
+  }
+
   void run() {
     std::printf(
         "%-12s T %lld d %lld n %lld E %lld K %lld, %s, %s%s%s%s, routing %d, R %lld of %lld, tiles %d\n",
@@ -731,6 +765,7 @@ struct Problem {
         (int)o.routing, (long long)R, (long long)S, host.num_tiles);
     std::fflush(stdout);
     if (o.profile) return profile();
+    if (o.weights) return bench_weights_alone();
     if (o.unchecked) {
       profile();
       return bench();
@@ -777,26 +812,14 @@ struct Problem {
         check_up_backward();
       }
       hopper::force_rows_tile(-1);
-      for (const bool accumulate : {false, true}) {
-        if (accumulate) {
-          fill(d_w_up.as<Element>(), s.E * W * s.d, 1, 0, 1.0F);
-          fill(d_w_down.as<Element>(), s.E * s.d * s.n, 1, 0, 1.0F);
+      for (int tile = 0; tile < hopper::kNumWeightTiles; ++tile) {
+        hopper::force_weight_tile(tile);
+        for (const DType type : {kType, DType::kF32}) {
+          check_weights(type, false);
+          check_weights(type, true);
         }
-        check_status(hopper::up_weight_backward(up_weight_args(kType, accumulate), ctx, nullptr));
-        check_weight<Element>("d_w_up", d_w_up, true, accumulate);
-        check_status(hopper::down_weight_backward(down_weight_args(kType, accumulate), ctx, nullptr));
-        check_weight<Element>("d_w_down", d_w_down, false, accumulate);
-        if (accumulate) {
-          fill(d_w_up.as<float>(), s.E * W * s.d, 1, 0, 1.0F);
-          fill(d_w_down.as<float>(), s.E * s.d * s.n, 1, 0, 1.0F);
-        }
-        check_status(hopper::up_weight_backward(up_weight_args(DType::kF32, accumulate), ctx, nullptr));
-        check_weight<float>("d_w_up f32", d_w_up, true, accumulate);
-        check_status(hopper::down_weight_backward(down_weight_args(DType::kF32, accumulate), ctx, nullptr));
-        check_weight<float>("d_w_down f32", d_w_down, false, accumulate);
-        d_w_up.poison();
-        d_w_down.poison();
       }
+      hopper::force_weight_tile(-1);
     }
     CHECK_CUDA(cudaDeviceSynchronize());
     if (o.bench) bench();
@@ -849,29 +872,57 @@ struct Problem {
     }
   }
 
-  void bench() {
+  /// Times a cuBLAS batched product: a yardstick for `report`.
+  std::function<double()> bmm(bool ta, bool tb, int64_t r, int64_t c, int64_t k, const Buffer& a_,
+                              const Buffer& b_, Buffer& c_) const {
+    if (cublas->gemm == nullptr) return [] { return 0.0; };
+    return [this, ta, tb, r, c, k, pa = a_.data, pb = b_.data, pc = c_.data] {
+      return time_ms([&] { cublas->run(ta, tb, r, c, k, pa, pb, pc, s.E, kBf16 ? 14 : 2); });
+    };
+  }
+  void each_raster(const char* kernel, const std::string& variant, double flops,
+                   const std::function<double()>& yardstick, const std::function<void()>& run) {
+    for (const int raster : o.sweep ? std::vector<int>{4, 8, 16} : std::vector<int>{-1}) {
+      hopper::force_raster(raster);
+      report(kernel, variant + (raster < 0 ? "" : " r" + std::to_string(raster)), flops, yardstick, run);
+    }
+    hopper::force_raster(-1);
+  }
+
+  void bench_weights() {
     const m::Context ctx = context();
-    const int type = kBf16 ? 14 : 2;
     const int64_t rows = S / s.E;
     const double up_flops = 2.0 * R * s.d * W;
     const double down_flops = 2.0 * R * s.d * s.n;
-    const auto bmm = [&](bool ta, bool tb, int64_t r, int64_t c, int64_t k, const Buffer& a_,
-                         const Buffer& b_, Buffer& c_) -> std::function<double()> {
-      if (cublas->gemm == nullptr) return [] { return 0.0; };
-      return [this, ta, tb, r, c, k, type, pa = a_.data, pb = b_.data, pc = c_.data] {
-        return time_ms([&] { cublas->run(ta, tb, r, c, k, pa, pb, pc, s.E, type); });
-      };
-    };
-    const std::vector<int> rasters = o.sweep ? std::vector<int>{4, 8, 16} : std::vector<int>{-1};
+    const auto up_yardstick = bmm(true, false, W, s.d, rows, d_h, y, d_w_up);
+    each_raster("up_weight", "", up_flops, up_yardstick, [&] {
+      check_status(hopper::up_weight_backward(up_weight_args(kType, false), ctx, nullptr));
+    });
+    each_raster("up_weight", "f32 added", up_flops, up_yardstick, [&] {
+      check_status(hopper::up_weight_backward(up_weight_args(DType::kF32, true), ctx, nullptr));
+    });
+    const auto down_yardstick = bmm(true, false, s.d, s.n, rows, y, a_scaled, d_w_down);
+    each_raster("down_weight", "", down_flops, down_yardstick, [&] {
+      check_status(hopper::down_weight_backward(down_weight_args(kType, false), ctx, nullptr));
+    });
+    each_raster("down_weight", "f32 added", down_flops, down_yardstick, [&] {
+      check_status(hopper::down_weight_backward(down_weight_args(DType::kF32, true), ctx, nullptr));
+    });
+  }
+  void bench_weights_alone() {
+    fill(d_h.as<Element>(), R * W, 11, 1.0F);
+    fill(a_scaled.as<Element>(), R * s.n, 12, 1.0F);
+    fill(y.as<Element>(), S * s.d, 9, 1.0F);  // stands for gathered rows
+    for (const DType type : {kType, DType::kF32}) check_weights(type, type == DType::kF32);
+    bench_weights();
+  }
+
+  void bench() {
+    const m::Context ctx = context();
+    const int64_t rows = S / s.E;
+    const double up_flops = 2.0 * R * s.d * W;
+    const double down_flops = 2.0 * R * s.d * s.n;
     using Run = std::function<void()>;
-    const auto each_raster = [&](const char* kernel, const std::string& variant, double flops,
-                                 const std::function<double()>& yardstick, const Run& run) {
-      for (const int raster : rasters) {
-        hopper::force_raster(raster);
-        report(kernel, variant + (raster < 0 ? "" : " r" + std::to_string(raster)), flops, yardstick, run);
-      }
-      hopper::force_raster(-1);
-    };
     const auto each_tile = [&](const char* kernel, double flops, const std::function<double()>& yardstick,
                                const Run& run) {
       const char* names[] = {"128x128 pp", "128x192 pp", "128x256 co"};
@@ -893,20 +944,7 @@ struct Problem {
                 [&] { check_status(hopper::down_backward(down_backward_args(), ctx, nullptr)); });
     each_tile("up_backward", up_flops, bmm(false, false, rows, s.d, W, d_h, w_up, d_x),
               [&] { check_status(hopper::up_backward(up_backward_args(), ctx, nullptr)); });
-    const auto up_yardstick = bmm(true, false, W, s.d, rows, d_h, y, d_w_up);
-    each_raster("up_weight", "", up_flops, up_yardstick, [&] {
-      check_status(hopper::up_weight_backward(up_weight_args(kType, false), ctx, nullptr));
-    });
-    each_raster("up_weight", "f32 added", up_flops, up_yardstick, [&] {
-      check_status(hopper::up_weight_backward(up_weight_args(DType::kF32, true), ctx, nullptr));
-    });
-    const auto down_yardstick = bmm(true, false, s.d, s.n, rows, y, a_scaled, d_w_down);
-    each_raster("down_weight", "", down_flops, down_yardstick, [&] {
-      check_status(hopper::down_weight_backward(down_weight_args(kType, false), ctx, nullptr));
-    });
-    each_raster("down_weight", "f32 added", down_flops, down_yardstick, [&] {
-      check_status(hopper::down_weight_backward(down_weight_args(DType::kF32, true), ctx, nullptr));
-    });
+    bench_weights();
   }
 };
 
@@ -930,6 +968,7 @@ int main(int argc, char** argv) {
     const Shape many{"many", 300, 320, 192, 64, 4};
     const Shape eight{"eight", 257, 72, 40, 5, 2};
     const Shape one{"one", 1, 128, 128, 1, 1};
+    const Shape skewed{"skewed", 6007, 192, 72, 4, 2};  // sums of large experts are cut into parts
     Options base;
     const int only = argc > 2 ? std::atoi(argv[2]) : 99;
     int step = 0;
@@ -946,6 +985,9 @@ int main(int argc, char** argv) {
       go(odd, options, true);
     }
     Options options = base;
+    options.routing = Routing::kZipf;
+    go(skewed, options);
+    options = base;
     options.layout = m::GateLayout::kInterleaved;
     options.bias = true;
     go(odd, options);
@@ -965,6 +1007,7 @@ int main(int argc, char** argv) {
     options.sweep = mode == "sweep";
     options.profile = mode == "profile";
     options.unchecked = mode == "time";
+    options.weights = mode == "weights";
     if (std::getenv("MOESTRO_LAB_ZIPF") != nullptr) options.routing = Routing::kZipf;
     for (const Shape& shape : kShapes) {
       bool wanted = false;

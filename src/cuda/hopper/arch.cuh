@@ -192,6 +192,21 @@ __device__ __forceinline__ void store_shared(std::uint32_t address, float first,
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
 }
 
+// ---- global memory that other multiprocessors write or read in the same kernel: past L1 ----
+
+__device__ __forceinline__ float4 load_global_16_bytes(const void* address) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_global_16_bytes(void* address, float x, float y, float z, float w) {
+  asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x), "f"(y), "f"(z), "f"(w)
+               : "memory");
+}
+
 // ---- 16-bit elements in pairs ----
 
 template <class Element>

@@ -141,26 +141,14 @@ __device__ __forceinline__ void release(std::uint32_t base, int stage) {
   if (threadIdx.x % 32 == 0) barrier_arrive(SharedLayout<Kernel>::empty(base, stage));
 }
 
-/// Zeroes the lines from `first` on of an MN-major B tile: rows of the next expert, or of nobody.
-template <int kN>
-__device__ __forceinline__ void zero_lines(std::uint32_t tile_b, int first) {
-  const int bytes = (kLinesOfSlab - first) * kLineBytes;
-  for (int slab = 0; slab < kN / 64; ++slab) {
-    const std::uint32_t start = tile_b + slab * kSlabBytes + first * kLineBytes;
-    for (int i = (threadIdx.x % kWarpgroup) * 16; i < bytes; i += kWarpgroup * 16)
-      zero_shared_16_bytes(start + i);
-  }
-}
-
 /// Multiplies one tile: kBlocks x 64 rows starting at 64-row block `block`.
 template <class Kernel, int kBlocks, int kMaxBlocks>
-__device__ __forceinline__ void multiply(const Parameters& p, std::uint32_t base, const Work& work,
-                                         int k_tiles, int block, RingPosition<Kernel::kStages>& ring,
+__device__ __forceinline__ void multiply(std::uint32_t base, int k_tiles, int block,
+                                         RingPosition<Kernel::kStages>& ring,
                                          float (&acc)[kMaxBlocks][Kernel::kN / 2]) {
   using Layout = SharedLayout<Kernel>;
   constexpr Major kMajorA = Kernel::LoadA::kMajor;
   constexpr Major kMajorB = Kernel::LoadB::kMajor;
-  constexpr bool kVaryingK = Kernel::Schedule::kVaryingK;
   constexpr std::uint64_t kStepBlock = kSlabBytes >> 4;  // of A: the next 64 rows, in either layout
 
   const auto step = [&](std::uint64_t a, std::uint64_t b, int kk, int accumulate) {
@@ -171,20 +159,11 @@ __device__ __forceinline__ void multiply(const Parameters& p, std::uint32_t base
           accumulate);
     }
   };
-  const int whole = kVaryingK ? work.rows / 64 : k_tiles;
   int accumulate = 0;
   int previous = -1;
-  if (kVaryingK && whole == 0) {  // an expert of less than 64 rows, or none
-    accumulate = 1;
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-#pragma unroll
-      for (float& value : acc[i]) value = 0;
-    }
-  }
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) pin(acc[i]);
-  for (int k = 0; k < whole; ++k, ring.next()) {
+  for (int k = 0; k < k_tiles; ++k, ring.next()) {
     const std::uint32_t tile_a = base + ring.stage * Layout::kStageBytes;
     barrier_wait(Layout::full(base, ring.stage), ring.parity);
     const std::uint64_t a = matrix_descriptor<kMajorA>(tile_a) + block * kStepBlock;
@@ -207,31 +186,6 @@ __device__ __forceinline__ void multiply(const Parameters& p, std::uint32_t base
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) pin(acc[i]);
   if (previous >= 0) release<Kernel>(base, previous);
-
-  if constexpr (kVaryingK) {
-    const int rest = work.rows % 64;
-    if (rest != 0) {
-      const std::uint32_t tile_a = base + ring.stage * Layout::kStageBytes;
-      barrier_wait(Layout::full(base, ring.stage), ring.parity);
-      zero_lines<Kernel::kN>(tile_a + kTileABytes, rest);
-      fence_async_proxy();
-      sync_warpgroup();
-      std::uint64_t a = matrix_descriptor<kMajorA>(tile_a) + block * kStepBlock;
-      std::uint64_t b = matrix_descriptor<kMajorB>(tile_a + kTileABytes);
-      for (int kk = 0; kk < rest; kk += 16) {  // k16 steps without rows are left out
-        wgmma_fence();
-        step(a, b, 0, 1);
-        wgmma_commit();
-        wgmma_wait<0>();
-        a += kDescriptorStepK16<kMajorA>;
-        b += kDescriptorStepK16<kMajorB>;
-      }
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) pin(acc[i]);
-      release<Kernel>(base, ring.stage);
-      ring.next();
-    }
-  }
 }
 
 template <class Kernel>
@@ -268,18 +222,18 @@ __device__ __forceinline__ void consume(const Parameters& p, std::uint32_t base,
     if constexpr (Kernel::kPingPong) {
       named_sync(kBarrierOfTurn + consumer, 2 * kWarpgroup);
       if (work.rows > 64) {
-        multiply<Kernel, 2>(p, base, work, k_tiles, 0, ring, acc);
+        multiply<Kernel, 2>(base, k_tiles, 0, ring, acc);
         look_ahead();
         epilogue.store(acc[0], work, 0);
         epilogue.store(acc[1], work, 1);
       } else {
-        multiply<Kernel, 1>(p, base, work, k_tiles, 0, ring, acc);
+        multiply<Kernel, 1>(base, k_tiles, 0, ring, acc);
         look_ahead();
         epilogue.store(acc[0], work, 0);
       }
       ring.skip(k_tiles);  // the other consumer's tile
-    } else if (Kernel::Schedule::kVaryingK || work.rows > 64 * consumer) {
-      multiply<Kernel, 1>(p, base, work, k_tiles, consumer, ring, acc);
+    } else if (work.rows > 64 * consumer) {
+      multiply<Kernel, 1>(base, k_tiles, consumer, ring, acc);
       look_ahead();
       epilogue.store(acc[0], work, consumer);
     } else {  // no rows in this half of the tile

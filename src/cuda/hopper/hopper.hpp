@@ -45,6 +45,11 @@ Status down_forward(const DownForwardArgs& args, const Context& ctx, cudaStream_
 Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStream_t stream);
 Status down_weight_backward(const DownWeightBackwardArgs& args, const Context& ctx, cudaStream_t stream);
 
+/// The counter, and the sums of rows of large experts that are cut into parts (at most 120 tiles of f32, 24
+/// MB); with less workspace nothing is cut, and skewed routing takes longer.
+std::size_t weight_backward_workspace_bytes(std::int64_t num_slots, std::int64_t routed,
+                                            std::int64_t gathered);
+
 /// The counter, and partial sums of dS: [S, ceil(n / 128)] f32.
 std::size_t down_backward_workspace_bytes(std::int64_t num_slots, std::int64_t d_ff);
 

@@ -125,7 +125,7 @@ Status launch(const char* name, KernelPointer kernel, int shared_bytes, Paramete
     parameters.next_tile =
         static_cast<int*>(ctx.workspace) + static_cast<std::size_t>(place) * kCounterLineBytes / sizeof(int);
     if (place == 0) {
-      const cudaError_t error = cudaMemsetAsync(parameters.next_tile, 0, sizeof(int), stream_of(ctx));
+      const cudaError_t error = cudaMemsetAsync(parameters.next_tile, 0, kCounterLineBytes, stream_of(ctx));
       if (error != cudaSuccess) {
         return Status::error(StatusCode::kDeviceError, "%s: %s", name, cudaGetErrorString(error));
       }

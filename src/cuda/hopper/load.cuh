@@ -70,55 +70,6 @@ struct GatherRows {
   }
 };
 
-/// The same tensor with the expert's tokens along k: 64 tokens a k tile, 128 columns from 128 m. Thread t
-/// copies chunk t % 16 of tokens t / 16 + 8 i. Tokens past the expert's last are zeros.
-template <class Element>
-struct GatherTokens {
-  static constexpr bool kGathers = true;
-  static constexpr int kThreads = 128;
-  static constexpr Major kMajor = Major::kMN;
-  static constexpr int kTokensOfThread = 8;
-  const Parameters& p;
-  unsigned tokens[kTokensOfThread] = {};  ///< of the next k tile
-
-  explicit __device__ GatherTokens(const Parameters& parameters) : p(parameters) {}
-  __device__ __forceinline__ void fetch(const Work& work, int k) {
-#pragma unroll
-    for (int i = 0; i < kTokensOfThread; ++i) {
-      const int row = min(k * 64 + static_cast<int>(threadIdx.x / 16) + 8 * i, work.rows - 1);
-      tokens[i] = static_cast<unsigned>(__ldg(p.row_token + work.row0 + row));
-    }
-  }
-  __device__ __forceinline__ void begin(const Work& work) {
-    if (work.rows > 0) fetch(work, 0);  // without rows, row0 may be past the end of the index
-  }
-  __device__ __forceinline__ void issue(const Work& work, int k, std::uint32_t target, std::uint32_t) {
-    const unsigned line = threadIdx.x / 16;  // line % 8 is the same for every i
-    const unsigned chunk = threadIdx.x % 16;
-    const int col = work.m * kTileM + static_cast<int>(chunk) * 8;
-    const bool inside = col < p.source_cols;
-    const char* source =
-        reinterpret_cast<const char*>(static_cast<const Element*>(p.source) + (inside ? col : 0));
-    const unsigned stride = static_cast<unsigned>(p.source_stride) * sizeof(Element);
-    const std::uint32_t slot =
-        target + chunk / 8 * kSlabBytes + line * kLineBytes + (((chunk % 8) ^ line) * 16);
-    if (k * 64 + 64 <= work.rows && work.m * kTileM + kTileM <= p.source_cols) {
-#pragma unroll
-      for (int i = 0; i < kTokensOfThread; ++i) {
-        copy_16_bytes(slot + i * 8 * kLineBytes, source + static_cast<std::uint64_t>(tokens[i]) * stride);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kTokensOfThread; ++i) {
-        const bool read = inside && k * 64 + static_cast<int>(line) + 8 * i < work.rows;
-        copy_16_bytes_or_zero(slot + i * 8 * kLineBytes,
-                              source + static_cast<std::uint64_t>(tokens[i]) * stride, read);
-      }
-    }
-    fetch(work, k + 1);
-  }
-};
-
 // ---- operand B ----
 
 /// W[e], k along the last axis: w_up in forward, w_down in forward. Gated: the tile's halves are kN / 2 gate
@@ -149,21 +100,6 @@ struct LoadWeightColumns {
 #pragma unroll
     for (int slab = 0; slab < kN / 64; ++slab) {
       tma_load(target + slab * kSlabBytes, p.b, barrier, work.n * kN + slab * 64, row, plane, work.expert);
-    }
-  }
-};
-
-/// Routed rows with the rows along k: dH and A' in the weight gradients.
-template <int kN>
-struct LoadRowColumns {
-  static constexpr Major kMajor = Major::kMN;
-  static constexpr int kBytes = kN * kLineBytes;
-  static __device__ __forceinline__ void issue(const Parameters& p, const Work& work, int k,
-                                               std::uint32_t target, std::uint32_t barrier) {
-#pragma unroll
-    for (int i = 0; i < kN / 64; ++i) {
-      const Slab slab = slab_at(p, work.n * (kN / 64) + i);
-      tma_load(target + i * kSlabBytes, p.b, barrier, slab.col, slab.plane, work.row0 + k * 64, 0);
     }
   }
 };

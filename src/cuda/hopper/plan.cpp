@@ -1,15 +1,20 @@
 #include "cuda/hopper/plan.hpp"
 
 #include <atomic>
+#include <cmath>
 
 namespace moestro::cuda::hopper {
 namespace {
 std::atomic<int> forced_tile{-1};
+std::atomic<int> forced_weight_tile{-1};
 std::atomic<int> forced_raster{-1};
 }  // namespace
 
 void force_rows_tile(int tile) {
   forced_tile = tile;
+}
+void force_weight_tile(int tile) {
+  forced_weight_tile = tile;
 }
 void force_raster(int raster) {
   forced_raster = raster;
@@ -28,6 +33,20 @@ Plan plan_rows(std::int64_t k, std::int64_t cols) {
   const RowsTile rule = cooperative ? RowsTile::kCooperative256 : RowsTile::kPingPong192;
   const int tile = forced_tile;
   return {tile >= 0 && tile < kNumRowsTiles ? static_cast<RowsTile>(tile) : rule, plan_raster(8)};
+}
+
+WeightTile plan_weight(std::int64_t num_experts, std::int64_t routed, std::int64_t gathered,
+                       int multiprocessors) {
+  const int forced = forced_weight_tile;
+  if (forced >= 0 && forced < kNumWeightTiles) return static_cast<WeightTile>(forced);
+  // Time in columns squared: waves x what a tile takes. The small tile loads a third more for each product.
+  const auto cost = [&](int tile_routed, int tile_gathered, double slowness) {
+    const double tiles = static_cast<double>(num_experts * ((routed + tile_routed - 1) / tile_routed) *
+                                             ((gathered + tile_gathered - 1) / tile_gathered));
+    const double waves = tiles / multiprocessors;
+    return (waves < 4 ? std::ceil(waves) : waves + 0.5) * tile_routed * tile_gathered * slowness;
+  };
+  return cost(256, 192, 1.0) <= cost(128, 256, 1.1) ? WeightTile::k256x192 : WeightTile::k128x256;
 }
 
 }  // namespace moestro::cuda::hopper

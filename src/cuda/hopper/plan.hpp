@@ -21,6 +21,16 @@ struct Plan {
 /// `k` is the length of the sum, `cols` the width of the output.
 Plan plan_rows(std::int64_t k, std::int64_t cols);
 
+/// Tile of a weight's gradient: columns of dH or A' x columns of x or dY.
+enum class WeightTile : std::uint8_t { k256x192, k128x256 };
+constexpr int kNumWeightTiles = 2;
+
+/// `routed` and `gathered` are the widths of the two operands.
+WeightTile plan_weight(std::int64_t num_experts, std::int64_t routed, std::int64_t gathered,
+                       int multiprocessors);
+
+void force_weight_tile(int tile);
+
 /// For tests and measurements: what plan_rows returns instead of its rule's answer; -1 gives the rule back.
 void force_rows_tile(int tile);
 void force_raster(int raster);

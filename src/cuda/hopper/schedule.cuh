@@ -8,9 +8,8 @@ namespace moestro::cuda::hopper {
 
 struct Work {
   int expert;
-  int row0;  ///< first routed row of the tile, or of the expert
-  int rows;  ///< of the tile (<= 128), or of the expert
-  int m;     ///< tile along M (weight gradients)
+  int row0;  ///< first routed row
+  int rows;  ///< <= 128
   int n;     ///< tile along N
 };
 
@@ -38,7 +37,6 @@ __device__ __forceinline__ Slab slab_at(const Parameters& p, int slab) {
 
 /// The dispatch's tile table times the columns of the output.
 struct RowTiles {
-  static constexpr bool kVaryingK = false;
   const Parameters& p;
   int num_tiles;
 
@@ -52,30 +50,9 @@ struct RowTiles {
     work.expert = entry.x;
     work.row0 = entry.y;
     work.rows = entry.z;
-    work.m = 0;
     return work;
   }
   __device__ int k_tiles(const Work&) const { return p.k_tiles; }
-};
-
-/// All tiles of all experts' weight gradients, largest expert first; the sum over its rows is the k axis.
-struct WeightTiles {
-  static constexpr bool kVaryingK = true;
-  const Parameters& p;
-
-  explicit __device__ WeightTiles(const Parameters& parameters) : p(parameters) {}
-  __device__ int count() const { return p.num_experts * p.m_tiles * p.n_tiles; }
-  __device__ Work at(int i) const {
-    Work work;
-    const int tiles = p.m_tiles * p.n_tiles;
-    const int order = i / tiles;
-    work.expert = __ldg(p.expert_order + order);
-    raster_tile(i - order * tiles, p.m_tiles, p.n_tiles, p.raster, &work.m, &work.n);
-    work.row0 = __ldg(p.offsets + work.expert);
-    work.rows = __ldg(p.offsets + work.expert + 1) - work.row0;
-    return work;
-  }
-  __device__ int k_tiles(const Work& work) const { return (work.rows + 63) / 64; }
 };
 
 }  // namespace moestro::cuda::hopper

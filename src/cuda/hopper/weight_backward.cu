@@ -1,36 +1,65 @@
 /// The weights' gradients on Hopper: products over an expert's rows, whose number differs from expert to
 /// expert. The rows of x and dY are gathered here; an expert without rows gets exact zeros.
-#include "cuda/hopper/epilogue.cuh"
-#include "cuda/hopper/gemm.cuh"
+#include <algorithm>
+
+#include "cuda/device.hpp"
 #include "cuda/hopper/hopper.hpp"
 #include "cuda/hopper/launch.hpp"
 #include "cuda/hopper/plan.hpp"
+#include "cuda/hopper/weight_gemm.cuh"
 
 namespace moestro::cuda::hopper {
 namespace {
 
-template <class Element_, class Output, bool kTransposed>
+constexpr std::int64_t kMaxPartialSlots = 120;  ///< two counters of four bits each in 31 words
+
+template <class Element_, class Output_, bool kTransposed_, WeightTile kTile>
 struct WeightKernel {
   using Element = Element_;
-  static constexpr int kN = 256;
-  static constexpr int kStages = 4;
-  static constexpr bool kPingPong = false;
-  static constexpr int kProducerRegisters = 56;
-  static constexpr int kConsumerRegisters = 224;
-  using Schedule = WeightTiles;
-  using LoadA = GatherTokens<Element>;
-  using LoadB = LoadRowColumns<kN>;
-  using Epilogue = StoreWeight<Element, Output, kTransposed, kN, 2>;
+  using Output = Output_;
+  static constexpr bool kTransposed = kTransposed_;  ///< the gradient's contiguous axis is that of dH or A'
+  static constexpr int kBlocks = kTile == WeightTile::k256x192 ? 2 : 1;
+  static constexpr int kN = kTile == WeightTile::k256x192 ? 192 : 256;
 };
+
+/// Sums that may be cut into parts: none where all rows together are less than two parts.
+std::int64_t partial_slots(std::int64_t num_slots, std::int64_t tiles) {
+  return num_slots < 2 * kMinPartRows ? 0 : std::min(kMaxPartialSlots, num_slots / kMinPartRows * tiles);
+}
+
+template <class Kernel>
+Status launch_tile(const char* name, Parameters& p, const TensorView& rows, const Context& ctx,
+                   cudaStream_t stream) {
+  using Layout = WeightLayout<Kernel>;
+  const std::int64_t slabs = static_cast<std::int64_t>(p.num_planes) * p.slabs_of_plane;
+  p.m_tiles = static_cast<int>(ceil_div(slabs, Layout::kM / 64));
+  p.n_tiles = static_cast<int>(ceil_div(p.source_cols, Layout::kN));
+  p.joined_slabs = rows.extent[1] / p.num_planes % 64 == 0;
+  if (p.joined_slabs) {
+    const std::int64_t stride = rows.extent[0] > 1 ? rows.stride[0] : rows.extent[1];
+    const MapShape shape{{64, rows.extent[0], slabs, 1},
+                         {stride, 64, stride * rows.extent[0]},
+                         {64, kRowsOfStage, Layout::kM / 64, 1}};
+    MOESTRO_RETURN_IF_ERROR(make_map(name, rows.data, rows.dtype, shape, &p.b));
+  } else {
+    MOESTRO_RETURN_IF_ERROR(make_rows_map(name, rows, p.num_planes, kRowsOfStage, &p.b));
+  }
+  const std::int64_t tiles = static_cast<std::int64_t>(p.m_tiles) * p.n_tiles;
+  const std::int64_t slots = partial_slots(rows.extent[0], tiles);
+  if (ctx.workspace_bytes >= kCounterBytes + static_cast<std::size_t>(slots) * Layout::kSumBytes) {
+    p.sums = static_cast<char*>(scratch_of(ctx));
+    p.partial_slots = static_cast<int>(slots);
+  }
+  return launch(name, weight_gemm_kernel<Kernel>, Layout::kBytes, p, p.num_experts * tiles + slots, ctx,
+                stream);
+}
 
 /// d_weight[e] = sum over the rows r of e of source[token(r)]^T rows[r], or its transpose.
 template <class Element, bool kTransposed>
 Status launch_weight(const char* name, const TensorView& source, const TensorView& rows, int planes,
                      const Index& index, GateLayout layout, const TensorView& d_weight, bool accumulate,
                      const Context& ctx, cudaStream_t stream) {
-  const std::int64_t cols = rows.extent[1] / planes;
   const bool wide = d_weight.dtype == DType::kF32;
-  const int box_rows = wide ? 32 : 64;
   Parameters p{};
   p.source = source.data;
   p.source_stride = source.stride[0];
@@ -40,17 +69,21 @@ Status launch_weight(const char* name, const TensorView& source, const TensorVie
   p.expert_order = index.expert_order;
   p.num_experts = static_cast<int>(d_weight.extent[0]);
   p.num_planes = planes;
-  p.slabs_of_plane = static_cast<int>(ceil_div(cols, 64));
-  p.m_tiles = static_cast<int>(ceil_div(source.extent[1], kTileM));
-  p.n_tiles = static_cast<int>(ceil_div(static_cast<std::int64_t>(planes) * p.slabs_of_plane, 4));
+  p.slabs_of_plane = static_cast<int>(ceil_div(rows.extent[1] / planes, 64));
   p.raster = plan_raster(16);
+  const Device* device = nullptr;
+  MOESTRO_RETURN_IF_ERROR(find_device(ctx, &device));
+  p.multiprocessors = device->sm_count;
   p.accumulate = accumulate;
-  MOESTRO_RETURN_IF_ERROR(make_rows_map(name, rows, planes, kLinesOfSlab, &p.b));
-  MOESTRO_RETURN_IF_ERROR(make_weight_map(name, d_weight, planes, layout, 1, box_rows, &p.weight_out));
-  const std::int64_t count = static_cast<std::int64_t>(p.num_experts) * p.m_tiles * p.n_tiles;
+  MOESTRO_RETURN_IF_ERROR(make_weight_map(name, d_weight, planes, layout, 1, wide ? 32 : 64, &p.weight_out));
+  const WeightTile tile = plan_weight(p.num_experts, rows.extent[1], source.extent[1], p.multiprocessors);
   const auto run = [&](auto output) {
-    using Kernel = WeightKernel<Element, decltype(output), kTransposed>;
-    return launch(name, expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, ctx, stream);
+    using Output = decltype(output);
+    return tile == WeightTile::k256x192
+               ? launch_tile<WeightKernel<Element, Output, kTransposed, WeightTile::k256x192>>(name, p, rows,
+                                                                                               ctx, stream)
+               : launch_tile<WeightKernel<Element, Output, kTransposed, WeightTile::k128x256>>(name, p, rows,
+                                                                                               ctx, stream);
   };
   return wide ? run(0.0F) : run(Element{});
 }
@@ -85,9 +118,9 @@ Status up_weight_backward(const UpWeightBackwardArgs& args, const Context& ctx, 
     return Status::error(StatusCode::kUnsupported, "up_weight_backward: no Hopper kernel: %s", reason);
   }
   const auto run = [&](auto element) {
-    return launch_weight<decltype(element), true>("up_weight_backward", args.x, args.d_h, args.gated ? 2 : 1,
-                                                  args.index, args.gate_layout, args.d_w_up, args.accumulate,
-                                                  ctx, stream);
+    return launch_weight<decltype(element), false>("up_weight_backward", args.x, args.d_h, args.gated ? 2 : 1,
+                                                   args.index, args.gate_layout, args.d_w_up, args.accumulate,
+                                                   ctx, stream);
   };
   return args.x.dtype == DType::kBF16 ? run(__nv_bfloat16{}) : run(__half{});
 }
@@ -97,11 +130,18 @@ Status down_weight_backward(const DownWeightBackwardArgs& args, const Context& c
     return Status::error(StatusCode::kUnsupported, "down_weight_backward: no Hopper kernel: %s", reason);
   }
   const auto run = [&](auto element) {
-    return launch_weight<decltype(element), false>("down_weight_backward", args.d_y, args.a_scaled, 1,
-                                                   args.index, GateLayout::kConcatenated, args.d_w_down,
-                                                   args.accumulate, ctx, stream);
+    return launch_weight<decltype(element), true>("down_weight_backward", args.d_y, args.a_scaled, 1,
+                                                  args.index, GateLayout::kConcatenated, args.d_w_down,
+                                                  args.accumulate, ctx, stream);
   };
   return args.d_y.dtype == DType::kBF16 ? run(__nv_bfloat16{}) : run(__half{});
+}
+
+std::size_t weight_backward_workspace_bytes(std::int64_t num_slots, std::int64_t routed,
+                                            std::int64_t gathered) {
+  constexpr std::int64_t kTile = 256 * 192;  // the larger of the two
+  const std::int64_t tiles = ceil_div(routed, 128) * ceil_div(gathered, 192);
+  return kCounterBytes + static_cast<std::size_t>(partial_slots(num_slots, tiles)) * kTile * sizeof(float);
 }
 
 }  // namespace moestro::cuda::hopper

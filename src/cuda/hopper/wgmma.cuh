@@ -16,11 +16,12 @@ enum class Major {
   kMN,  ///< slabs of 64 rows (or columns), each 64 lines of 128 bytes, one line a k
 };
 
-/// What wgmma wants to know of a tile: address, distance of 8-line groups, distance of slabs, swizzle.
-template <Major kMajor>
+/// What wgmma wants to know of a tile: address, distance of 8-line groups, distance of slabs (kLines of k in
+/// a slab), swizzle.
+template <Major kMajor, int kLines = 64>
 __device__ __forceinline__ std::uint64_t matrix_descriptor(std::uint32_t address) {
   constexpr std::uint64_t kGroupBytes = 1024;
-  constexpr std::uint64_t kSlabBytes = kMajor == Major::kMN ? 8192 : 16;
+  constexpr std::uint64_t kSlabBytes = kMajor == Major::kMN ? kLines * 128 : 16;
   constexpr std::uint64_t kSwizzle128 = 1;
   return kSwizzle128 << 62 | (kGroupBytes >> 4) << 32 | (kSlabBytes >> 4) << 16 | ((address & 0x3ffffU) >> 4);
 }
