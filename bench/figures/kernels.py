@@ -13,8 +13,8 @@ TILES = {
     "down": (128, 192),
     "down_backward": (128, 128),
     "up_backward": (128, 192),
-    "down_weight_backward": (128, 256),
-    "up_weight_backward": (128, 256),
+    "down_weight_backward": (256, 192),
+    "up_weight_backward": (256, 192),
 }
 PRODUCTS = tuple(TILES)
 
@@ -32,7 +32,7 @@ def stage_of(name: str, seen: dict[str, int]) -> str:
         return use("up", "up", "up_again")
     if "RowsKernel" in name:
         return "down" if "LoadWeightAlongK" in name else "up_backward"
-    if "WeightKernel" in name:
+    if "WeightKernel" in name or "weight_gemm" in name:
         return use("weight", "down_weight_backward", "up_weight_backward")
     if "GemmDefault" in name:  # SonicMoE's, in the order of its step
         return use("default", "down", "down_weight_backward", "up_backward", "up_weight_backward")
