@@ -50,12 +50,12 @@ struct Parameters {
   int raster;      ///< tiles along M that are walked before the next along N
   int k_tiles;     ///< of every tile, except in weight gradients
   int k_tiles_of_plane;
-  int slabs_of_plane;  ///< weight gradients: 64-column slabs in one plane of B
-  bool joined_slabs;   ///< weight gradients: B's map counts slabs of 64 columns along its third axis
+  int slabs_of_plane;  ///< weight gradients: 64-column slabs in one plane of dH or A'
+  bool joined_slabs;   ///< weight gradients: A's map has such slabs as its third axis
   int num_planes;      ///< 2 where the second weight's rows are gate and up
 
-  // Weight gradients whose sums are cut into parts. What next_tile points to is 128 bytes of zeros at the start;
-  // behind the counter itself they count the parts that have come.
+  // Weight gradients whose sums are cut into parts. What next_tile points to is 128 bytes of zeros at the
+  // start; behind the counter itself they count the parts that have come.
   char* sums;         ///< [partial_slots][a tile of f32]
   int partial_slots;  ///< 0: no sum is cut
   int multiprocessors;

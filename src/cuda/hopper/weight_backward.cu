@@ -40,9 +40,9 @@ Status launch_tile(const char* name, Parameters& p, const TensorView& rows, cons
     const MapShape shape{{64, rows.extent[0], slabs, 1},
                          {stride, 64, stride * rows.extent[0]},
                          {64, kRowsOfStage, Layout::kM / 64, 1}};
-    MOESTRO_RETURN_IF_ERROR(make_map(name, rows.data, rows.dtype, shape, &p.b));
+    MOESTRO_RETURN_IF_ERROR(make_map(name, rows.data, rows.dtype, shape, &p.a));
   } else {
-    MOESTRO_RETURN_IF_ERROR(make_rows_map(name, rows, p.num_planes, kRowsOfStage, &p.b));
+    MOESTRO_RETURN_IF_ERROR(make_rows_map(name, rows, p.num_planes, kRowsOfStage, &p.a));
   }
   const std::int64_t tiles = static_cast<std::int64_t>(p.m_tiles) * p.n_tiles;
   const std::int64_t slots = partial_slots(rows.extent[0], tiles);

@@ -2,9 +2,8 @@
 /// summed over the expert's rows. `routed` is a tensor of routed rows (dH or A'), which TMA reads; `gathered`
 /// are the rows of x or dY that the index names.
 ///
-///   warpgroup 0     producer: fills a ring of stages, 32 rows each of kM columns of `routed` (operand A) and
-///   kN
-///                   columns of `gathered` (operand B). Its four warps gather, and take turns with TMA
+///   warpgroup 0     producer: fills a ring of stages, each 32 rows of kM columns of `routed` (operand A) and
+///                   of kN columns of `gathered` (operand B). Its four warps gather, and take turns with TMA
 ///   warpgroups 1, 2 consumers: wgmma over the ring, kBlocks x 64 rows of the tile each
 ///
 /// A finished tile goes to memory through stages of the ring: behind the last k of a tile come kSlots stages
@@ -263,12 +262,12 @@ __device__ __forceinline__ void produce_weight(const Parameters& p, std::uint32_
         barrier_expect_bytes(full, Layout::kABytes);
         const int row = work.row0 + first_row(work, k);
         if (p.joined_slabs) {
-          tma_load(target, p.b, full, 0, row, work.routed * kSlabsA, 0);
+          tma_load(target, p.a, full, 0, row, work.routed * kSlabsA, 0);
         } else {
 #pragma unroll 1
           for (int i = 0; i < kSlabsA; ++i) {
             const Slab slab = slab_at(p, work.routed * kSlabsA + i);
-            tma_load(target + i * kStageSlabBytes, p.b, full, slab.col, slab.plane, row, 0);
+            tma_load(target + i * kStageSlabBytes, p.a, full, slab.col, slab.plane, row, 0);
           }
         }
       }
@@ -585,7 +584,7 @@ __global__ void __launch_bounds__(kThreads, 1) weight_gemm_kernel(const __grid_c
       barrier_init(base + Layout::kTickets + 8 * (kNumTickets + i), kThreads / 32);
     }
     barrier_init_fence();
-    prefetch_map(p.b);
+    prefetch_map(p.a);
     prefetch_map(p.weight_out);
   }
   __syncthreads();
