@@ -356,6 +356,46 @@ TEST_P(RouterTest, AnyBitsGiveDistinctValidIds) {
   }
 }
 
+// CUDA chooses among 16-bit logits by groups of neighbours first: few distinct values (ties in a group and
+// across groups), NaN, infinities, zeros of both signs and rows of one value must give the ids of the plain
+// order.
+TEST_P(RouterTest, SixteenBitLogitsWithTiesAndNan) {
+  Rng rng(6270);
+  const double odd[] = {NAN, -NAN, kInfinity, -kInfinity, 0.0, -0.0, 1e-40, -1e-40, 3e4, -3e4};
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    for (const std::int64_t num_experts : {8, 9, 31, 64, 100, 128, 136, 250, 256, 260, 504, 512}) {
+      for (const std::int64_t top_k : {1, 3, 8, 9, 10, 16}) {
+        if (top_k > num_experts) continue;
+        for (const double odd_share : {0.0, 0.1, 0.9}) {
+          SCOPED_TRACE(testing::Message() << dtype_name(dtype) << " E=" << num_experts << " K=" << top_k
+                                          << " odd " << odd_share);
+          Array logits({37, num_experts});
+          for (std::int64_t t = 0; t < 37; ++t) {
+            const std::int64_t distinct = 1 + t % 5;  // values in the row: from one to a few
+            for (std::int64_t e = 0; e < num_experts; ++e) {
+              double& logit = logits.at(t, e);
+              logit = t < 20 ? static_cast<double>(rng.integer(0, distinct - 1)) - 2 : 3 * rng.normal();
+              if (t % 7 == 6) logit = static_cast<double>(t % 2 == 0 ? e : -e) / 4;  // rising or falling
+              if (rng.chance(odd_share)) logit = rng.pick(odd);
+            }
+          }
+          logits = logits.rounded(dtype);
+          for (const WeightKind kind : {WeightKind::kScores, WeightKind::kRenormalized}) {
+            const RouterConfig config = config_of(RouterScore::kSoftmax, kind);
+            const Layout layout{.row_padding = num_experts % 3, .misalignment = num_experts % 2};
+            const Choice truth = forward(reference_under_test(), logits, top_k, config, DType::kF64);
+            const Choice actual = forward(backend(), logits, top_k, config, dtype, {}, layout);
+            ASSERT_EQ(actual.ids, truth.ids);
+            for (std::size_t i = 0; i < truth.weights.values.size(); ++i) {
+              ASSERT_NEAR(actual.weights.values[i], truth.weights.values[i], 4e-6) << "entry " << i;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST_P(RouterTest, FarLogitsDoNotOverflow) {
   Array logits({2, 4});
   logits.values = {1e4, 1e4 - 1, -1e4, 0, -1e4, -1e4, -1e4 - 2, -1e4 - 5};

@@ -11,6 +11,8 @@
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "cuda/cuda.hpp"
 #include "cuda/device.hpp"
 #include "cuda/device/chain.cuh"
@@ -20,6 +22,7 @@ namespace moestro::cuda {
 namespace {
 
 constexpr int kMaxWarps = 32;
+constexpr int kGroups = 4;  // of 32 slots that a warp reads at once
 constexpr unsigned kFullWarp = 0xffffffffU;
 
 struct DispatchPlan {
@@ -27,6 +30,8 @@ struct DispatchPlan {
   int warps_per_block;
   std::int64_t slots_per_warp;  // a multiple of 32
   std::int64_t slots_per_block;
+  bool one_chunk;  // a warp's slots stay in registers from counting to placing
+  bool staged;     // a block's rows are put in order in shared memory before they are written
   std::size_t smem_bytes;
   std::size_t workspace_bytes;
 };
@@ -37,21 +42,23 @@ constexpr std::int64_t histogram_columns(std::int64_t num_experts) {
   return (num_experts + 2) / 2 * 2;
 }
 
-/// Words of shared memory: warps + 1 counters a column (one apart from the next column's bank), four lists of
-/// one word a column, and the partial sums of the histogram's readers.
-std::size_t shared_words(int warps, std::int64_t num_experts) {
+/// Words of shared memory: warps + 1 counters a column (one apart from the next column's bank), five lists of
+/// one word a column, and scratch: the partial sums of the histogram's readers, then staged rows.
+std::size_t shared_words(int warps, std::int64_t num_experts, std::int64_t staged_slots) {
   const std::int64_t columns = histogram_columns(num_experts);
-  return static_cast<std::size_t>((columns * (warps + 1) + 4 * columns + 3) / 4 * 4 + 4 * 32 * warps);
+  const std::int64_t partial_sums = std::int64_t{4 * 32} * warps;
+  const std::int64_t scratch = 2 * staged_slots > partial_sums ? 2 * staged_slots : partial_sums;
+  return static_cast<std::size_t>((columns * (warps + 1) + 5 * columns + 3) / 4 * 4 + scratch);
 }
 
 Status plan_dispatch(const Device& device, std::int64_t num_slots, std::int64_t num_experts,
                      DispatchPlan* plan) {
   plan->warps_per_block = kMaxWarps;
-  while (plan->warps_per_block > 1 &&
-         shared_words(plan->warps_per_block, num_experts) * sizeof(std::int32_t) > device.smem_per_block) {
-    plan->warps_per_block /= 2;
-  }
-  plan->smem_bytes = shared_words(plan->warps_per_block, num_experts) * sizeof(std::int32_t);
+  const auto smem_bytes = [&](std::int64_t staged_slots) {
+    return shared_words(plan->warps_per_block, num_experts, staged_slots) * sizeof(std::int32_t);
+  };
+  while (plan->warps_per_block > 1 && smem_bytes(0) > device.smem_per_block) plan->warps_per_block /= 2;
+  plan->smem_bytes = smem_bytes(0);
   if (plan->smem_bytes > device.smem_per_block) {
     return Status::error(StatusCode::kUnsupported,
                          "dispatch_forward: num_experts is %lld, more than a CUDA block can count",
@@ -62,6 +69,9 @@ Status plan_dispatch(const Device& device, std::int64_t num_slots, std::int64_t 
   const std::int64_t warps = static_cast<std::int64_t>(plan->num_blocks) * plan->warps_per_block;
   plan->slots_per_warp = ceil_div(ceil_div(num_slots, warps), 32) * 32;
   plan->slots_per_block = plan->slots_per_warp * plan->warps_per_block;
+  plan->one_chunk = plan->slots_per_warp <= 32 * kGroups;
+  plan->staged = plan->one_chunk && smem_bytes(plan->slots_per_block) <= device.smem_per_block;
+  if (plan->staged) plan->smem_bytes = smem_bytes(plan->slots_per_block);
   plan->workspace_bytes =
       kCounterBytes +
       static_cast<std::size_t>(plan->num_blocks * histogram_columns(num_experts)) * sizeof(std::uint32_t);
@@ -82,9 +92,12 @@ struct DispatchParams {
   std::int32_t top_k_shift;
   std::int32_t num_experts;
   std::int32_t columns;  // of the histogram
+  std::int32_t ranges;   // of its rows, that threads share
+  std::int32_t rows_of_range;
   std::int32_t id_bits;  // of num_experts, which stands for a sentinel
   std::int64_t slots_per_warp;
-  bool one_chunk;  // a warp's slots stay in registers
+  bool one_chunk;
+  bool staged;
   Index index;
   void* histogram;  // [blocks, columns] of Count
   int* counters_to_clear;
@@ -145,9 +158,6 @@ __device__ __forceinline__ unsigned lanes_with_same(std::int32_t expert, int bit
   return peers;
 }
 
-/// Groups of 32 slots that a warp reads at once. A chunk of no more than these stays in registers from
-/// counting to placing.
-constexpr int kGroups = 4;
 struct SlotGroups {
   std::int32_t expert[kGroups];
   std::int32_t rank[kGroups];
@@ -161,6 +171,7 @@ struct Shared {
   std::int32_t* column_total;
   std::int32_t* first_row;
   std::int32_t* first_tile;
+  std::int32_t* block_first;  // the block's rows of the expert; then the first of them among all its rows
   std::int32_t* scratch;
 
   __device__ Shared(std::int32_t* words, int columns, int warps) : counters(words), pitch(warps + 1) {
@@ -168,7 +179,8 @@ struct Shared {
     column_total = column_base + columns;
     first_row = column_total + columns;
     first_tile = first_row + columns;
-    scratch = words + (columns * pitch + 4 * columns + 3) / 4 * 4;  // read as int4
+    block_first = first_tile + columns;
+    scratch = words + (columns * pitch + 5 * columns + 3) / 4 * 4;  // read as int4
   }
 };
 
@@ -192,9 +204,9 @@ __device__ void count_slots(const DispatchParams& p, const Shared& shared, bool 
   };
   read_group(first);  // on its way while the counters are cleared
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < p.columns * shared.pitch;
+  for (int i = static_cast<int>(threadIdx.x); 4 * i < p.columns * shared.pitch;
        i += static_cast<int>(blockDim.x)) {
-    shared.counters[i] = 0;
+    reinterpret_cast<int4*>(shared.counters)[i] = make_int4(0, 0, 0, 0);  // a little of column_base with them
   }
   __syncthreads();
   std::int32_t routed = 0;
@@ -222,40 +234,46 @@ __device__ void count_slots(const DispatchParams& p, const Shared& shared, bool 
   routed = __reduce_add_sync(kFullWarp, routed);
   if (lane == 0) shared.counters[p.num_experts * shared.pitch + warp] = routed;
   __syncthreads();
-  // Scan over the warps: a warp takes columns, lane w the counter of warp w, four columns at a time.
+  // Scan over the warps: four threads a column, each a quarter of the warps.
   Count* counts = static_cast<Count*>(p.histogram) + static_cast<std::int64_t>(blockIdx.x) * p.columns;
-  constexpr int kAtOnce = 4;
+  const int quarter = (num_warps + 3) / 4;
+  const int begin = min(lane % 4 * quarter, num_warps);
+  const int stop = min(begin + quarter, num_warps);
 #pragma unroll 1
-  for (int start = warp; start < p.columns; start += kAtOnce * num_warps) {
-    std::int32_t count[kAtOnce];
-    std::int32_t inclusive[kAtOnce];
+  for (int base = 8 * warp; base < p.columns; base += 8 * num_warps) {
+    const int column = base + lane / 4;
+    std::int32_t* counter = shared.counters + min(column, p.columns - 1) * shared.pitch;
+    std::int32_t count[kMaxWarps / 4];
+    std::int32_t sum = 0;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int column = start + i * num_warps;
-      count[i] = column < p.columns && lane < num_warps ? shared.counters[column * shared.pitch + lane] : 0;
-      inclusive[i] = count[i];
+    for (int i = 0; i < kMaxWarps / 4; ++i) {
+      count[i] = begin + i < stop ? counter[begin + i] : 0;
+      sum += count[i];
     }
+    std::int32_t inclusive = sum;
 #pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const std::int32_t other = __shfl_up_sync(kFullWarp, inclusive[i], offset);
-        if (lane >= offset) inclusive[i] += other;
-      }
+    for (int offset = 1; offset < 4; offset *= 2) {
+      const std::int32_t other = __shfl_up_sync(kFullWarp, inclusive, offset, 4);
+      if (lane % 4 >= offset) inclusive += other;
     }
+    if (column >= p.columns) continue;
+    std::int32_t before = inclusive - sum;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int column = start + i * num_warps;
-      if (column >= p.columns) break;
-      if (lane < num_warps) shared.counters[column * shared.pitch + lane] = inclusive[i] - count[i];
-      if (write && lane == 31) counts[column] = static_cast<Count>(inclusive[i]);
+    for (int i = 0; i < kMaxWarps / 4; ++i) {
+      if (begin + i < stop) counter[begin + i] = before;
+      before += count[i];
+    }
+    if (lane % 4 == 3) {
+      shared.block_first[column] = inclusive;
+      if (write) counts[column] = static_cast<Count>(inclusive);
     }
   }
   __syncthreads();
 }
 
 /// column_base and column_total from all blocks' counts. Threads read pairs of columns; where columns are
-/// fewer than threads, several threads share a pair and each takes a range of blocks.
+/// fewer than threads, several threads share a pair and each takes a range of rows. Blocks begin at different
+/// rows: one line that all SMs ask for at once is served to one after the other.
 template <typename Count>
 __device__ void read_histogram(const DispatchParams& p, const Shared& shared) {
   struct alignas(2 * sizeof(Count)) Pair {
@@ -264,43 +282,47 @@ __device__ void read_histogram(const DispatchParams& p, const Shared& shared) {
   const int pairs = p.columns / 2;
   const int threads = static_cast<int>(blockDim.x);
   const int thread = static_cast<int>(threadIdx.x);
-  const int ranges = max(1, threads / pairs);
   const int num_blocks = static_cast<int>(gridDim.x);
   const int here = static_cast<int>(blockIdx.x);
-  const int per_range = (num_blocks + ranges - 1) / ranges;
   auto* partial = reinterpret_cast<int4*>(shared.scratch);  // before and total of both columns of a pair
 #pragma unroll 1
   for (int start = 0; start < pairs; start += threads) {
-    const int pair = start + (ranges > 1 ? thread % pairs : thread);
-    const int range = ranges > 1 ? thread / pairs : 0;
+    const int range = p.ranges > 1 ? thread / pairs : 0;
+    const int pair = start + thread - range * pairs;
     int4 sum = make_int4(0, 0, 0, 0);
-    if (pair < pairs && range < ranges) {
+    if (pair < pairs && range < p.ranges) {
       const auto* column = static_cast<const Pair*>(p.histogram) + pair;
-      const int end = min(num_blocks, (range + 1) * per_range);
-      constexpr int kInFlight = sizeof(Count) == 2 ? 12 : 6;
+      const int begin = range * p.rows_of_range;
+      const int count = min(num_blocks - begin, p.rows_of_range);
+      int row = here % p.rows_of_range;
+      constexpr int kInFlight = 8;
 #pragma unroll 1
-      for (int start_block = range * per_range; start_block < end; start_block += kInFlight) {
-        Pair count[kInFlight];
+      for (int done = 0; done < count; done += kInFlight) {
+        Pair counts[kInFlight];
+        int block[kInFlight];
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
-          if (start_block + i < end) count[i] = column[static_cast<std::int64_t>(start_block + i) * pairs];
+          if (row >= count) row = 0;
+          block[i] = begin + row++;
+          counts[i] = Pair{0, 0};
+          if (done + i < count) counts[i] = column[static_cast<std::int64_t>(block[i]) * pairs];
         }
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
-          const int b = start_block + i;
-          if (b >= end) break;
-          sum.x += b < here ? static_cast<std::int32_t>(count[i].low) : 0;
-          sum.y += b < here ? static_cast<std::int32_t>(count[i].high) : 0;
-          sum.z += static_cast<std::int32_t>(count[i].low);
-          sum.w += static_cast<std::int32_t>(count[i].high);
+          const auto low = static_cast<std::int32_t>(counts[i].low);
+          const auto high = static_cast<std::int32_t>(counts[i].high);
+          sum.x += block[i] < here ? low : 0;
+          sum.y += block[i] < here ? high : 0;
+          sum.z += low;
+          sum.w += high;
         }
       }
     }
     partial[thread] = sum;
     __syncthreads();
     if (pair < pairs && range == 0) {
-#pragma unroll 8
-      for (int other = 1; other < ranges; ++other) {
+#pragma unroll 4
+      for (int other = 1; other < p.ranges; ++other) {
         const int4 part = partial[other * pairs + pair];
         sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
       }
@@ -313,13 +335,15 @@ __device__ void read_histogram(const DispatchParams& p, const Shared& shared) {
   }
 }
 
-/// first_row[e] and first_tile[e] for e in [0, E], from the experts' totals.
+/// first_row[e] and first_tile[e] for e in [0, E], from the experts' totals; block_first from the block's.
 __device__ void scan_experts(const DispatchParams& p, const Shared& shared) {
   __shared__ unsigned long long warp_sums[kMaxWarps];
+  __shared__ std::int32_t warp_block_sums[kMaxWarps];
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int num_warps = static_cast<int>(blockDim.x) / 32;
   unsigned long long carry = 0;  // rows in the low word, tiles in the high one
+  std::int32_t block_carry = 0;
 #pragma unroll 1
   for (int base = 0; base < p.num_experts; base += static_cast<int>(blockDim.x)) {
     const int e = base + static_cast<int>(threadIdx.x);
@@ -329,26 +353,32 @@ __device__ void scan_experts(const DispatchParams& p, const Shared& shared) {
     const unsigned long long value =
         static_cast<unsigned long long>(tiles) << 32 | static_cast<std::uint32_t>(rows);
     unsigned long long inclusive = value;
+    const std::int32_t block_rows = e < p.num_experts ? shared.block_first[e] : 0;
+    std::int32_t block_inclusive = block_rows;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
       const unsigned long long other = __shfl_up_sync(kFullWarp, inclusive, offset);
-      if (lane >= offset) inclusive += other;
+      const std::int32_t block_other = __shfl_up_sync(kFullWarp, block_inclusive, offset);
+      if (lane >= offset) inclusive += other, block_inclusive += block_other;
     }
-    if (lane == 31) warp_sums[warp] = inclusive;
+    if (lane == 31) warp_sums[warp] = inclusive, warp_block_sums[warp] = block_inclusive;
     __syncthreads();
     unsigned long long before = carry;
     unsigned long long all = carry;
+    std::int32_t block_before = block_carry;
     const int busy_warps = min(num_warps, (p.num_experts - base + 31) / 32);
 #pragma unroll 1
     for (int w = 0; w < busy_warps; ++w) {
-      if (w < warp) before += warp_sums[w];
+      if (w < warp) before += warp_sums[w], block_before += warp_block_sums[w];
       all += warp_sums[w];
+      block_carry += warp_block_sums[w];
     }
     const unsigned long long exclusive = before + inclusive - value;
     if (e < p.num_experts) {
       shared.first_row[e] = static_cast<std::int32_t>(static_cast<std::uint32_t>(exclusive));
       shared.first_tile[e] = static_cast<std::int32_t>(exclusive >> 32);
       shared.column_base[e] += static_cast<std::int32_t>(static_cast<std::uint32_t>(exclusive));
+      shared.block_first[e] = block_before + block_inclusive - block_rows;
     }
     carry = all;
     __syncthreads();
@@ -356,6 +386,7 @@ __device__ void scan_experts(const DispatchParams& p, const Shared& shared) {
   if (threadIdx.x == 0) {
     shared.first_row[p.num_experts] = static_cast<std::int32_t>(static_cast<std::uint32_t>(carry));
     shared.first_tile[p.num_experts] = static_cast<std::int32_t>(carry >> 32);
+    shared.block_first[p.num_experts] = block_carry;
   }
   __syncthreads();
 }
@@ -386,6 +417,7 @@ __device__ void write_tables(const DispatchParams& p, const Shared& shared) {
       table[tile] = make_int4(e, begin + done, min(rows - done, static_cast<std::int32_t>(kTileRows)), 0);
     }
     int earlier = 0;
+#pragma unroll 2
     for (int other = lane; other < p.num_experts; other += 32) {
       const std::int32_t other_rows = first_row[other + 1] - first_row[other];
       earlier += other_rows > rows || (other_rows == rows && other < e) ? 1 : 0;
@@ -403,6 +435,7 @@ __device__ void place_slots(const DispatchParams& p, const Shared& shared, SlotG
   const Slots<Id, kPlain> slots{p};
   const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * num_warps + warp) * p.slots_per_warp;
   const std::int64_t end = min(first + p.slots_per_warp, static_cast<std::int64_t>(p.num_slots));
+  auto* staged = reinterpret_cast<int2*>(shared.scratch);  // row and token, by expert
   std::int32_t routed =
       shared.column_base[p.num_experts] + shared.counters[p.num_experts * shared.pitch + warp];
 #pragma unroll 1
@@ -426,8 +459,14 @@ __device__ void place_slots(const DispatchParams& p, const Shared& shared, SlotG
       const bool valid = expert < p.num_experts;
       std::int32_t row = -1;
       if (valid) {
-        row = shared.column_base[expert] + shared.counters[expert * shared.pitch + warp] + kept->rank[i];
-        p.index.expert_token_indices[row] = slots.token(slot);
+        const std::int32_t place = shared.counters[expert * shared.pitch + warp] + kept->rank[i];
+        row = shared.column_base[expert] + place;
+        const std::int32_t token = slots.token(slot);
+        if (p.staged) {
+          staged[shared.block_first[expert] + place] = make_int2(row, token);
+        } else {
+          p.index.expert_token_indices[row] = token;
+        }
       }
       if (slot < end) p.index.token_index_map[slot] = row;
       if (p.index.token_expert_indices != nullptr) {
@@ -435,6 +474,15 @@ __device__ void place_slots(const DispatchParams& p, const Shared& shared, SlotG
         if (valid) p.index.token_expert_indices[routed + __popc(ballot & ((1U << lane) - 1))] = expert;
         routed += __popc(ballot);
       }
+    }
+  }
+  if (p.staged) {
+    // Rows of one expert lie side by side: whole sectors are written at once.
+    __syncthreads();
+    const std::int32_t rows = shared.block_first[p.num_experts];
+#pragma unroll 4
+    for (int i = static_cast<int>(threadIdx.x); i < rows; i += static_cast<int>(blockDim.x)) {
+      p.index.expert_token_indices[staged[i].x] = staged[i].y;
     }
   }
   // Past R the lists hold 0.
@@ -551,6 +599,8 @@ Status dispatch_forward(const DispatchArgs& args, const Context& ctx) {
   params.top_k = ragged ? 1 : static_cast<std::int32_t>(args.expert_ids.extent[1]);
   params.num_experts = static_cast<std::int32_t>(args.num_experts);
   params.columns = static_cast<std::int32_t>(histogram_columns(args.num_experts));
+  params.ranges = std::max(1, 32 * plan.warps_per_block / (params.columns / 2));
+  params.rows_of_range = static_cast<std::int32_t>(ceil_div(plan.num_blocks, params.ranges));
   while (args.num_experts >> params.id_bits != 0) ++params.id_bits;
   // slot / top_k as a product, exact below 2^31: by 2^(31 + ceil(log2 top_k)) / top_k, rounded up.
   int log2_top_k = 0;
@@ -561,7 +611,8 @@ Status dispatch_forward(const DispatchArgs& args, const Context& ctx) {
   params.top_k_shift = log2_top_k - 1;  // unused where top_k is 1
   params.slots_per_warp = plan.slots_per_warp;
   const bool plain = !ragged && params.stride_choice == 1 && params.stride_token == params.top_k;
-  params.one_chunk = plan.slots_per_warp <= 32 * kGroups;
+  params.one_chunk = plan.one_chunk;
+  params.staged = plan.staged;
   params.index = args.index;
   params.histogram = scratch_of(ctx);
   params.counters_to_clear = counters_to_clear(ctx);

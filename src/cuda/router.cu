@@ -3,8 +3,8 @@
 /// Forward turns logits into integer keys whose order is the choice's order: the value's bits made
 /// monotonic, then the complement of the id, so that keys never tie. Four kernels:
 ///   lists  16-bit logits, softmax or sigmoid, nothing that changes the order of the logits, up to 512
-///          experts and 16 choices, the usual case: four or eight lanes a token; each lane sorts its 32-bit
-///          keys, and the lanes' lists merge pairwise
+///          experts and 16 choices, the usual case: four or eight lanes a token; each lane sorts 32-bit keys,
+///          and the lanes' lists merge pairwise; many experts are first chosen from by groups of neighbours
 ///   octets sigmoid or sqrt(softplus) with a bias or groups, up to 512 experts and 8 choices: eight lanes a
 ///          token sort values alone, whose lists merge pairwise; the Kth value then marks the experts
 ///   heads  anything else of up to 512 experts, 32 choices and 32 groups: a warp a token; each lane sorts
@@ -316,6 +316,73 @@ struct ListKeys {
   }
 };
 
+/// Two neighbours of a row of 16-bit logits, as the device's paired arithmetic takes them.
+template <typename Logit>
+using Pair = std::conditional_t<kDTypeOf<Logit> == DType::kBF16, __nv_bfloat162, __half2>;
+
+/// The larger of each half; a NaN loses.
+template <typename Logit>
+__device__ __forceinline__ std::uint32_t max2(std::uint32_t a, std::uint32_t b) {
+  const Pair<Logit> larger = __hmax2(reinterpret_cast<Pair<Logit>&>(a), reinterpret_cast<Pair<Logit>&>(b));
+  return reinterpret_cast<const std::uint32_t&>(larger);
+}
+/// -0 as 0, in each half.
+template <typename Logit>
+__device__ __forceinline__ std::uint32_t plus_zero(std::uint32_t a) {
+  std::uint32_t zero = 0;
+  const Pair<Logit> sum = __hadd2(reinterpret_cast<Pair<Logit>&>(a), reinterpret_cast<Pair<Logit>&>(zero));
+  return reinterpret_cast<const std::uint32_t&>(sum);
+}
+
+/// Sorts a lane's kCount keys; the largest kList of them, falling, come to the front.
+template <int kCount, int kList>
+__device__ __forceinline__ void sort_lane(std::int32_t (&key)[kCount]) {
+  constexpr int kLength = kCount < kList ? kCount : kList;
+#pragma unroll
+  for (int list = 0; list < kCount / kLength; ++list) {
+    std::int32_t(&part)[kLength] = *reinterpret_cast<std::int32_t(*)[kLength]>(key + list * kLength);
+    sort_falling(part);
+  }
+  // The largest kList of two falling lists: the larger of a[i] and b[last - i], which is a bitonic list.
+#pragma unroll
+  for (int lists = kCount / kLength; lists > 1; lists /= 2) {
+#pragma unroll
+    for (int list = 0; list < lists / 2; ++list) {
+      std::int32_t* a = key + list * kLength;
+      const std::int32_t* b = key + (lists - 1 - list) * kLength;
+#pragma unroll
+      for (int i = 0; i < kLength; ++i) a[i] = max(a[i], b[kLength - 1 - i]);
+      sort_bitonic<kLength>(a);
+    }
+  }
+}
+
+/// The largest kList keys of kLanes lanes, falling, in all of them. Each comes with its kCount largest,
+/// sorted.
+template <int kLanes, int kCount, int kList>
+__device__ __forceinline__ void merge_lanes(const std::int32_t* sorted, std::int32_t (&best)[kList]) {
+  static_assert(kCount >= kList || 2 * kCount == kList);
+#pragma unroll
+  for (int i = 0; i < kList && i < kCount; ++i) best[i] = sorted[i];
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) {
+    if (distance == 1 && kCount < kList) {
+      // Both lists fit: one, then the other turned round.
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        best[kList - 1 - i] = __shfl_xor_sync(kFullWarp, best[i], distance);
+      }
+    } else {
+      std::int32_t other[kList];
+#pragma unroll
+      for (int i = 0; i < kList; ++i) other[i] = __shfl_xor_sync(kFullWarp, best[i], distance);
+#pragma unroll
+      for (int i = 0; i < kList; ++i) best[i] = max(best[i], other[kList - 1 - i]);
+    }
+    sort_bitonic<kList>(best);
+  }
+}
+
 /// exp2, for arguments that are at most 0.
 __device__ __forceinline__ float fast_exp2(float x) {
   float result;
@@ -326,84 +393,127 @@ __device__ __forceinline__ float fast_exp2(float x) {
 /// Up to kLanesPerToken * kPerLane experts and kList choices. Lane g of a token's owns every
 /// kLanesPerToken-th chunk of eight logits, from chunk g on. Fewer lanes a token merge fewer lists twice;
 /// more of them keep a large row out of too many registers.
-template <typename Logit, int kLanesPerToken, int kPerLane, int kList>
+///
+/// With kGroup > 1 the choice is made twice: among the largest of each kGroup neighbours, then among the
+/// logits of the K groups chosen so. No other group can hold one of the K largest logits: before it come K
+/// maxima. Groups are ordered as their first ids are, so that ties still go to the lower id.
+template <typename Logit, int kLanesPerToken, int kPerLane, int kGroup, int kList>
 __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     router_lists_kernel(const __grid_constant__ RouterForward p) {
-  static_assert(kPerLane % kList == 0 && kPerLane % 8 == 0);
+  static_assert(kPerLane % 8 == 0 && 8 % kGroup == 0);
   using Keys = ListKeys<Logit>;
   const int lane = static_cast<int>(threadIdx.x) % kLanesPerToken;
   const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * (32 * kWarpsPerBlock / kLanesPerToken) +
                              threadIdx.x / kLanesPerToken;
   const bool exists = token < p.num_tokens;
   const std::int64_t t = exists ? token : p.num_tokens - 1;  // whole warps take part in the exchanges
-  const Logit* row = static_cast<const Logit*>(p.logits) + t * p.logits_stride;
+  const auto* row = static_cast<const unsigned short*>(p.logits) + t * p.logits_stride;
 
   constexpr std::uint32_t kNothing = (Keys::kInfinity | 0x8000U) * 0x10001U;
+  /// Logits [first, first + 2 * kWords), two a word; -infinity past the last expert.
+  const auto load = [&]<int kWords>(int first, std::uint32_t* word) {
+    if (p.vector) {
+      using Vector = std::conditional_t<kWords == 4, uint4, std::conditional_t<kWords == 2, uint2, unsigned>>;
+      Vector vector{};
+      if (first < p.num_experts) vector = __ldg(reinterpret_cast<const Vector*>(row + first));
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        word[i] = first < p.num_experts ? reinterpret_cast<const std::uint32_t*>(&vector)[i] : kNothing;
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int e = first + 2 * i;
+      const std::uint32_t low = e < p.num_experts ? row[e] : kNothing & 0xffffU;
+      const std::uint32_t high = e + 1 < p.num_experts ? row[e + 1] : kNothing & 0xffffU;
+      word[i] = low | high << 16;
+    }
+  };
+  /// Logit i of some words, as the upper half of a word.
+  const auto upper_bits = [](const std::uint32_t* word, int i) {
+    return i % 2 == 0 ? word[i / 2] << 16 : word[i / 2] & 0xffff0000U;
+  };
+  /// NaN and -0 as the order of keys wants them.
+  const auto make_sound = [&]<int kWords>(std::uint32_t(&word)[kWords]) {
+    // Either shows in the largest of |bits| - 1; a borrow only ever comes from a zero.
+    std::uint32_t largest_bits = 0;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      largest_bits = __vmaxu2(largest_bits, (word[i] & 0x7fff7fffU) - 0x00010001U);
+    }
+    if ((largest_bits & 0xffffU) >= Keys::kInfinity || largest_bits >> 16 >= Keys::kInfinity) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        word[i] = Keys::sound(word[i] & 0xffffU) | Keys::sound(word[i] >> 16) << 16;
+      }
+    }
+  };
+
   std::uint32_t word[kPerLane / 2];
 #pragma unroll
   for (int c = 0; c < kPerLane / 8; ++c) {
-    const int first = (c * kLanesPerToken + lane) * 8;
-    if (p.vector) {
-      uint4 four = make_uint4(kNothing, kNothing, kNothing, kNothing);
-      if (first < p.num_experts) four = __ldg(reinterpret_cast<const uint4*>(row + first));
-      word[4 * c] = four.x, word[4 * c + 1] = four.y, word[4 * c + 2] = four.z, word[4 * c + 3] = four.w;
-    } else {
-      const auto* bits = reinterpret_cast<const unsigned short*>(row);
+    load.template operator()<4>((c * kLanesPerToken + lane) * 8, word + 4 * c);
+  }
+  // Past the last expert there is -infinity with a higher id: below every real key, and K <= E.
+  std::int32_t key[kList];
+  if constexpr (kGroup == 1) {
+    make_sound(word);
+    std::int32_t all[kPerLane];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int e = first + 2 * i;
-        const std::uint32_t low = e < p.num_experts ? bits[e] : kNothing & 0xffffU;
-        const std::uint32_t high = e + 1 < p.num_experts ? bits[e + 1] : kNothing & 0xffffU;
-        word[4 * c + i] = low | high << 16;
+    for (int i = 0; i < kPerLane; ++i) {
+      all[i] = Keys::make(upper_bits(word, i), (i / 8 * kLanesPerToken + lane) * 8 + i % 8);
+    }
+    sort_lane<kPerLane, kList>(all);
+    merge_lanes<kLanesPerToken, kPerLane, kList>(all, key);
+  } else {
+    constexpr int kGroups = kPerLane / kGroup;  // a lane's
+    std::int32_t largest_of[kGroups];
+#pragma unroll
+    for (int i = 0; i < kGroups; i += 2) {
+      std::uint32_t a = word[i * kGroup / 2];
+      std::uint32_t b = word[(i + 1) * kGroup / 2];
+#pragma unroll
+      for (int j = 1; j < kGroup / 2; ++j) {
+        a = max2<Logit>(a, word[i * kGroup / 2 + j]);
+        b = max2<Logit>(b, word[(i + 1) * kGroup / 2 + j]);
+      }
+      std::uint32_t pair = max2<Logit>(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
+      pair = plus_zero<Logit>(max2<Logit>(pair, kNothing));  // NaN alone gives NaN
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int place = (i + j) * kGroup;
+        largest_of[i + j] =
+            Keys::make(upper_bits(&pair, j), (place / 8 * kLanesPerToken + lane) * 8 + place % 8);
       }
     }
-  }
-  // A NaN or a zero of either sign shows in the largest of |bits| - 1; a borrow only ever comes from a zero.
-  std::uint32_t largest_bits = 0;
-#pragma unroll
-  for (int i = 0; i < kPerLane / 2; ++i) {
-    largest_bits = __vmaxu2(largest_bits, (word[i] & 0x7fff7fffU) - 0x00010001U);
-  }
-  if ((largest_bits & 0xffffU) >= Keys::kInfinity || largest_bits >> 16 >= Keys::kInfinity) {
-#pragma unroll
-    for (int i = 0; i < kPerLane / 2; ++i) {
-      word[i] = Keys::sound(word[i] & 0xffffU) | Keys::sound(word[i] >> 16) << 16;
-    }
-  }
+    sort_lane<kGroups, kList>(largest_of);
+    merge_lanes<kLanesPerToken, kGroups, kList>(largest_of, key);
 
-  std::int32_t key[kPerLane];
+    // Lane g takes the chosen groups g, g + kLanesPerToken, ...
+    constexpr int kTaken = kList / kLanesPerToken;
+    constexpr int kCount = kTaken * kGroup;
+    std::uint32_t chosen[kCount / 2];
+    int first[kTaken];
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int e = (i / 8 * kLanesPerToken + lane) * 8 + i % 8;
-    const std::uint32_t upper = i % 2 == 0 ? word[i / 2] << 16 : word[i / 2] & 0xffff0000U;
-    // Past the last expert there is -infinity with a higher id: below every real key, and K <= E.
-    key[i] = Keys::make(upper, e);
-  }
+    for (int m = 0; m < kTaken; ++m) {
+      std::int32_t group = key[m * kLanesPerToken];
 #pragma unroll
-  for (int list = 0; list < kPerLane / kList; ++list) {
-    std::int32_t(&part)[kList] = *reinterpret_cast<std::int32_t(*)[kList]>(key + list * kList);
-    sort_falling(part);
-  }
-  // The largest kList of two falling lists: the larger of a[i] and b[last - i], which is a bitonic list.
-#pragma unroll
-  for (int lists = kPerLane / kList; lists > 1; lists /= 2) {
-#pragma unroll
-    for (int list = 0; list < lists / 2; ++list) {
-      std::int32_t* a = key + list * kList;
-      const std::int32_t* b = key + (lists - 1 - list) * kList;
-#pragma unroll
-      for (int i = 0; i < kList; ++i) a[i] = max(a[i], b[kList - 1 - i]);
-      sort_bitonic<kList>(a);
+      for (int i = 1; i < kLanesPerToken; ++i) {
+        if (lane == i) group = key[m * kLanesPerToken + i];
+      }
+      first[m] = Keys::expert(group);
+      if (m * kLanesPerToken + lane >= p.top_k) first[m] = 0x8000;  // past any expert: not read
+      load.template operator()<kGroup / 2>(first[m], chosen + m * kGroup / 2);
     }
-  }
+    make_sound(chosen);
+    std::int32_t element[kCount];
 #pragma unroll
-  for (int distance = 1; distance < kLanesPerToken; distance *= 2) {
-    std::int32_t other[kList];
-#pragma unroll
-    for (int i = 0; i < kList; ++i) other[i] = __shfl_xor_sync(kFullWarp, key[i], distance);
-#pragma unroll
-    for (int i = 0; i < kList; ++i) key[i] = max(key[i], other[kList - 1 - i]);
-    sort_bitonic<kList>(key);
+    for (int i = 0; i < kCount; ++i) {
+      element[i] = Keys::make(upper_bits(chosen, i), first[i / kGroup] + i % kGroup);
+    }
+    sort_lane<kCount, kList>(element);
+    merge_lanes<kLanesPerToken, kCount, kList>(element, key);
   }
 
   // Now all lanes of a token hold the same list. Scores relative to the largest logit, in base 2; beyond
@@ -415,24 +525,37 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
   const float epsilon = router_math::divisor_epsilon(p.config);
   const float largest = router_math::sound(Keys::value(key[0]), 0.0F);
   const float shift = -largest * kLog2E;
-  const bool extreme = fabsf(largest) > 0x1p126F;
+  bool plainly = fabsf(largest) > 0x1p126F;
   const auto term = [&](float logit) {
-    if (extreme) return router_math::softmax_term(router_math::sound(logit, 0.0F), largest);
+    if (plainly) return router_math::softmax_term(router_math::sound(logit, 0.0F), largest);
     return fast_exp2(fmaf(logit, kLog2E, shift));
   };
   float total = 1.0F;
   if (over_all && (!normalizes || epsilon != 0.0F)) {
-    float sum = 0.0F;
+    const auto sum_over_lanes = [](float sum) {
+#pragma unroll
+      for (int distance = 1; distance < kLanesPerToken; distance *= 2) {
+        sum += __shfl_xor_sync(kFullWarp, sum, distance);
+      }
+      return sum;
+    };
+    float sum[2] = {0.0F, 0.0F};
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      const std::uint32_t bits = i % 2 == 0 ? word[i / 2] & 0xffffU : word[i / 2] >> 16;
-      sum += term(Keys::from_bits(bits));
+      sum[i % 2] += fast_exp2(fmaf(Keys::from_bits(upper_bits(word, i) >> 16), kLog2E, shift));
     }
-#pragma unroll
-    for (int distance = 1; distance < kLanesPerToken; distance *= 2) {
-      sum += __shfl_xor_sync(kFullWarp, sum, distance);
+    total = sum_over_lanes(sum[0] + sum[1]);
+    // NaN, infinite or extreme logits: once more, by the plain formula.
+    plainly = plainly || total != total;
+    if (__any_sync(kFullWarp, plainly)) {
+      float plain = 0.0F;
+#pragma unroll 1
+      for (int e = lane; e < p.num_experts; e += kLanesPerToken) {
+        plain += router_math::softmax_term(router_math::sound(Keys::from_bits(row[e]), 0.0F), largest);
+      }
+      plain = sum_over_lanes(plain);
+      if (plainly) total = plain;
     }
-    total = sum;
   }
   constexpr int kMine = kList / kLanesPerToken;  // choices that a lane writes: lane, lane + kLanesPerToken, …
   std::int32_t mine[kMine];
@@ -1102,11 +1225,11 @@ void launch_heads(const RouterForward& params, cudaStream_t stream) {
   }
 }
 
-template <typename Logit, int kLanesPerToken, int kPerLane, int kList>
+template <typename Logit, int kLanesPerToken, int kPerLane, int kGroup, int kList>
 void launch_lists(const RouterForward& params, cudaStream_t stream) {
   const auto blocks =
       static_cast<unsigned>(ceil_div(params.num_tokens, 32 * kWarpsPerBlock / kLanesPerToken));
-  router_lists_kernel<Logit, kLanesPerToken, kPerLane, kList>
+  router_lists_kernel<Logit, kLanesPerToken, kPerLane, kGroup, kList>
       <<<blocks, 32 * kWarpsPerBlock, 0, stream>>>(params);
 }
 
@@ -1168,16 +1291,17 @@ void launch_forward(RouterForward params, cudaStream_t stream) {
   if constexpr (sizeof(Logit) == 2) {
     if (takes_lists(params)) {
       params.vector = reads_in_vectors(params, 2, 8, 16);
+      // Groups pay where they are fewer than the list is long a few times over.
       if (top_k <= 8) {
-        if (experts <= 64) return launch_lists<Logit, 4, 16, 8>(params, stream);
-        if (experts <= 128) return launch_lists<Logit, 4, 32, 8>(params, stream);
-        if (experts <= 256) return launch_lists<Logit, 8, 32, 8>(params, stream);
-        return launch_lists<Logit, 8, 64, 8>(params, stream);
+        if (experts <= 64) return launch_lists<Logit, 4, 16, 1, 8>(params, stream);
+        if (experts <= 128) return launch_lists<Logit, 4, 32, 4, 8>(params, stream);
+        if (experts <= 256) return launch_lists<Logit, 4, 64, 8, 8>(params, stream);
+        return launch_lists<Logit, 8, 64, 8, 8>(params, stream);
       }
-      if (experts <= 64) return launch_lists<Logit, 4, 16, 16>(params, stream);
-      if (experts <= 128) return launch_lists<Logit, 4, 32, 16>(params, stream);
-      if (experts <= 256) return launch_lists<Logit, 4, 64, 16>(params, stream);
-      return launch_lists<Logit, 8, 64, 16>(params, stream);
+      if (experts <= 64) return launch_lists<Logit, 4, 16, 1, 16>(params, stream);
+      if (experts <= 128) return launch_lists<Logit, 4, 32, 1, 16>(params, stream);
+      if (experts <= 256) return launch_lists<Logit, 4, 64, 4, 16>(params, stream);
+      return launch_lists<Logit, 8, 64, 8, 16>(params, stream);
     }
   }
   if (const int per_lane = octet_size(params); per_lane != 0) {
