@@ -346,6 +346,39 @@ TEST_P(LayerTest, TwentyRunsGiveTheSameBits) {
   }
 }
 
+// dH over H: the same bits as with memory of its own, at tiles that end within an expert's rows.
+TEST_P(LayerTest, ConsumingWhatWasSavedGivesTheSameBits) {
+  const std::size_t slots = 300 * 3;
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (const ActivationKind kind :
+         {ActivationKind::kSwiGLU, ActivationKind::kSwiGLUOAI, ActivationKind::kSiLU}) {
+      for (const WeightPosition position : kAllWeightPositions) {
+        for (const SavePolicy save : kAllPolicies) {
+          LayerConfig config = with(dtype);
+          config.activation.kind = kind;
+          config.weight_position = position;
+          config.save = save;
+          config.has_b_up = config.has_b_down = true;
+          const LayerProblem problem =
+              random_problem(895, {300, 40, 200, 7, 3}, config, {.kind = RoutingKind::kZipf});
+          RunOptions options;
+          LayerRun own(backend(), problem, options);
+          (void)own.run();
+          options.grads.consume_saved = true;
+          LayerRun shared(backend(), problem, options);
+          (void)shared.run();
+          ASSERT_EQ(shared.output_bytes(), own.output_bytes());
+          const std::size_t h =
+              slots * static_cast<std::size_t>(problem.config.h_width() * dtype_bytes(dtype));
+          const std::size_t less = own.bytes().backward_workspace - shared.bytes().backward_workspace;
+          EXPECT_LE(save == SavePolicy::kNone ? 0 : h, less);
+          EXPECT_LE(less, save == SavePolicy::kNone ? 0 : h + 255);
+        }
+      }
+    }
+  }
+}
+
 TEST_P(LayerTest, EveryNumberOfThreadsGivesTheSameBits) {
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     LayerConfig config = with(dtype);

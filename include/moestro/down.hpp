@@ -43,7 +43,7 @@ struct DownBackwardArgs {
   Activation activation;
   GateLayout gate_layout = GateLayout::kConcatenated;
   WeightPosition weight_position = WeightPosition::kAfter;
-  TensorView d_h;        ///< out [S, W] optional
+  TensorView d_h;        ///< out [S, W] optional; may be h itself (same address and strides)
   TensorView d_h_bias;   ///< out [S, W] optional, kBefore only
   TensorView a_scaled;   ///< out [S, n] optional, A'
   TensorView d_weights;  ///< out [T, K] or [S] optional; slot order, 0 at sentinels

@@ -22,6 +22,7 @@ struct GradRequest {
   bool w_down = true;
   bool b_up = true;    ///< ignored without b_up
   bool b_down = true;  ///< ignored without b_down
+  bool consume_saved = false;  ///< as in LayerBackwardArgs: no gradient, but less workspace
 };
 
 struct LayerBytes {
@@ -57,15 +58,16 @@ struct LayerBackwardArgs {
   TensorView w_down;
   TensorView b_up;
   TensorView b_down;
-  const void* saved = nullptr;  ///< in  what forward wrote; not changed
+  void* saved = nullptr;  ///< in  what forward wrote; not changed, unless consume_saved
   std::size_t saved_bytes = 0;
-  TensorView d_x;           ///< out [T, d]    optional, as are all below
-  TensorView d_weights;     ///< out [T, K] or ragged [S]
-  TensorView d_w_up;        ///< out [E, W, d] dtype of x, or f32
-  TensorView d_w_down;      ///< out [E, d, n] dtype of x, or f32
-  TensorView d_b_up;        ///< out [E, W]
-  TensorView d_b_down;      ///< out [E, d]
-  bool accumulate = false;  ///< add to d_w_up, d_w_down, d_b_up, d_b_down instead of overwriting
+  bool consume_saved = false;  ///< saved is not needed again: dH takes the place of H in it
+  TensorView d_x;              ///< out [T, d]    optional, as are all below
+  TensorView d_weights;        ///< out [T, K] or ragged [S]
+  TensorView d_w_up;           ///< out [E, W, d] dtype of x, or f32
+  TensorView d_w_down;         ///< out [E, d, n] dtype of x, or f32
+  TensorView d_b_up;           ///< out [E, W]
+  TensorView d_b_down;         ///< out [E, d]
+  bool accumulate = false;     ///< add to d_w_up, d_w_down, d_b_up, d_b_down instead of overwriting
 };
 Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& args, const Context& ctx);
 

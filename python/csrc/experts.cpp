@@ -3,11 +3,14 @@
 //   experts           y; what users call: differentiable, autocasts
 //   experts_forward   y and the saved buffer; what autograd's forward and torch.compile's graphs call
 //   experts_backward  the gradients that the mask asks for, in its order, and no others
+//   experts_backward_ the same, overwriting saved: what autograd calls where the graph is not kept
 //
 // Autograd keeps the arguments as they were given and one byte buffer. Its size depends on shapes
 // only, never on the routing, so that a recomputation under checkpointing saves the same tensors.
+#include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <array>
@@ -173,13 +176,13 @@ Tensor empty_weight_gradient(const Tensor& weight) {
 /// Positions of the mask.
 enum Gradient : std::size_t { kX, kWeights, kWUp, kWDown, kBUp, kBDown, kNumGradients };
 
-std::vector<Tensor> experts_backward(const Tensor& d_y, const Tensor& saved, const Tensor& x,
-                                     const Tensor& weights, const Tensor& w_up, const Tensor& w_down,
-                                     const OptionalTensor& b_up, const OptionalTensor& b_down,
-                                     const OptionalTensor& token_offsets, std::string_view activation,
-                                     double limit, double alpha, std::string_view gate_layout,
-                                     std::string_view weight_position, std::string_view save,
-                                     std::array<bool, kNumGradients> mask) {
+std::vector<Tensor> run_backward(bool consume_saved, const Tensor& d_y, const Tensor& saved, const Tensor& x,
+                                 const Tensor& weights, const Tensor& w_up, const Tensor& w_down,
+                                 const OptionalTensor& b_up, const OptionalTensor& b_down,
+                                 const OptionalTensor& token_offsets, std::string_view activation,
+                                 double limit, double alpha, std::string_view gate_layout,
+                                 std::string_view weight_position, std::string_view save,
+                                 std::array<bool, kNumGradients> mask) {
   const char* op = "experts_backward";
   const c10::OptionalDeviceGuard guard(x.device());
   const Options options = parse_options(op, activation, limit, alpha, gate_layout, weight_position, save);
@@ -219,6 +222,7 @@ std::vector<Tensor> experts_backward(const Tensor& d_y, const Tensor& saved, con
   args.b_down = view(b_down, op, "b_down");
   args.saved = aligned_saved.data_ptr();
   args.saved_bytes = static_cast<std::size_t>(saved.numel());
+  args.consume_saved = consume_saved;
   args.d_x = grad_view(kX, "d_x");
   args.d_weights = grad_view(kWeights, "d_weights");
   args.d_w_up = grad_view(kWUp, "d_w_up");
@@ -234,6 +238,7 @@ std::vector<Tensor> experts_backward(const Tensor& d_y, const Tensor& saved, con
   request.w_down = mask[kWDown];
   request.b_up = mask[kBUp];
   request.b_down = mask[kBDown];
+  request.consume_saved = consume_saved;
   const Workspace workspace(layer_bytes(in.config, context, request).backward_workspace, x.device(),
                             &context);
   check(layer_backward(in.config, args, context));
@@ -244,6 +249,29 @@ std::vector<Tensor> experts_backward(const Tensor& d_y, const Tensor& saved, con
     if (mask[i]) result.push_back(std::move(grads[i]));
   }
   return result;
+}
+
+std::vector<Tensor> experts_backward(const Tensor& d_y, const Tensor& saved, const Tensor& x,
+                                     const Tensor& weights, const Tensor& w_up, const Tensor& w_down,
+                                     const OptionalTensor& b_up, const OptionalTensor& b_down,
+                                     const OptionalTensor& token_offsets, std::string_view activation,
+                                     double limit, double alpha, std::string_view gate_layout,
+                                     std::string_view weight_position, std::string_view save,
+                                     std::array<bool, kNumGradients> mask) {
+  return run_backward(false, d_y, saved, x, weights, w_up, w_down, b_up, b_down, token_offsets, activation,
+                      limit, alpha, gate_layout, weight_position, save, mask);
+}
+
+/// The same, with dH in the place of H in `saved`, which is lost: for a graph that is gone through once.
+std::vector<Tensor> experts_backward_(const Tensor& d_y, const Tensor& saved, const Tensor& x,
+                                      const Tensor& weights, const Tensor& w_up, const Tensor& w_down,
+                                      const OptionalTensor& b_up, const OptionalTensor& b_down,
+                                      const OptionalTensor& token_offsets, std::string_view activation,
+                                      double limit, double alpha, std::string_view gate_layout,
+                                      std::string_view weight_position, std::string_view save,
+                                      std::array<bool, kNumGradients> mask) {
+  return run_backward(true, d_y, saved, x, weights, w_up, w_down, b_up, b_down, token_offsets, activation,
+                      limit, alpha, gate_layout, weight_position, save, mask);
 }
 
 template <typename Function>
@@ -264,8 +292,21 @@ const auto& experts_backward_operator() {
   return handle;
 }
 
+const auto& experts_backward_in_place_operator() {
+  static const auto handle = operator_handle<decltype(experts_backward_)>("moestro::experts_backward_");
+  return handle;
+}
+
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+
+/// Whether backward may overwrite `saved`: the engine frees the graph as it goes, and nobody traces it.
+bool may_consume(const Tensor& saved) {
+  return torch::autograd::get_current_graph_task_id() >= 0 &&
+         !torch::autograd::get_current_graph_task_keep_graph() && (saved.is_cpu() || saved.is_cuda()) &&
+         !saved.unsafeGetTensorImpl()->is_python_dispatch() &&
+         !at::functionalization::impl::isFunctionalTensor(saved);
+}
 
 OptionalTensor optional_from(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
@@ -314,7 +355,11 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
     };
     const std::int64_t packed = ctx->saved_data["options"].toInt();
     const auto field = [&](int shift) { return static_cast<std::uint8_t>(packed >> shift & 0xFF); };
-    std::vector<Tensor> grads = experts_backward_operator().call(
+    const bool consume = may_consume(saved[7]);
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+    if (consume) below.emplace();  // saved is nobody else's: no version to count up
+    const auto& backward = consume ? experts_backward_in_place_operator() : experts_backward_operator();
+    std::vector<Tensor> grads = backward.call(
         d_outputs[0], saved[7], saved[0], saved[1], saved[2], saved[3], optional_from(b_up),
         optional_from(b_down), optional_from(saved[6]), name_of(static_cast<ActivationKind>(field(0))),
         ctx->saved_data["limit"].toDouble(), ctx->saved_data["alpha"].toDouble(),
@@ -464,6 +509,8 @@ TORCH_LIBRARY_FRAGMENT(moestro, library) {
               ") -> (Tensor, Tensor)");
   library.def("experts_backward(Tensor d_y, Tensor saved, Tensor x, " MOESTRO_EXPERTS_ARGUMENTS
               ", bool[6] mask=[True, True, True, True, True, True]) -> Tensor[]");
+  library.def("experts_backward_(Tensor d_y, Tensor(a!) saved, Tensor x, " MOESTRO_EXPERTS_ARGUMENTS
+              ", bool[6] mask=[True, True, True, True, True, True]) -> Tensor[]");
   library.def(
       "experts_bytes(int num_tokens, int d_model, int d_ff, int num_experts, int top_k, int ragged_slots, "
       "ScalarType dtype, bool has_b_up, bool has_b_down, Device device, *, str activation='swiglu', "
@@ -476,11 +523,13 @@ TORCH_LIBRARY_IMPL(moestro, CPU, library) {
   library.impl("experts", &experts);
   library.impl("experts_forward", &experts_forward);
   library.impl("experts_backward", &experts_backward);
+  library.impl("experts_backward_", &experts_backward_);
 }
 TORCH_LIBRARY_IMPL(moestro, CUDA, library) {
   library.impl("experts", &experts);
   library.impl("experts_forward", &experts_forward);
   library.impl("experts_backward", &experts_backward);
+  library.impl("experts_backward_", &experts_backward_);
 }
 TORCH_LIBRARY_IMPL(moestro, Autograd, library) {
   library.impl("experts", &experts_autograd);

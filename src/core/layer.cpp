@@ -103,6 +103,7 @@ struct BackwardPlan {
   bool a_scaled;     // A', for w_down
   bool down;         // down backward at all
   bool recompute_h;  // policy none
+  bool in_place;     // dH takes the place of H, in saved or in the workspace
   bool row_weights;
 };
 
@@ -115,6 +116,7 @@ BackwardPlan plan_backward(const LayerConfig& config, const GradRequest& grads) 
   plan.a_scaled = grads.w_down;
   plan.down = plan.d_h || plan.a_scaled || grads.weights;
   plan.recompute_h = plan.down && !keeps_h(config);
+  plan.in_place = plan.d_h && (plan.recompute_h || grads.consume_saved);
   plan.row_weights = plan.down || (b_down && !is_before(config));
   return plan;
 }
@@ -126,7 +128,7 @@ struct BackwardWorkspace {
   TensorView d_h_bias;
   TensorView a_scaled;
   TensorView h;         // policy none
-  TensorView d_x_rows;  // shares its memory with a_scaled and h, which are dead when it is written
+  TensorView d_x_rows;  // shares its memory with a_scaled and h, where they are dead when it is written
 };
 
 BackwardWorkspace lay_out_backward(const LayerConfig& config, const GradRequest& grads,
@@ -137,11 +139,15 @@ BackwardWorkspace lay_out_backward(const LayerConfig& config, const GradRequest&
   workspace.scratch = lay_out_scratch(config, backend, ctx, arena);
   if (plan.row_weights)
     workspace.row_weights = arena->take_tensor(accumulation_dtype(config.dtype), {num_slots});
-  if (plan.d_h) workspace.d_h = arena->take_tensor(config.dtype, {num_slots, config.h_width()});
+  const bool own_d_h = plan.d_h && !(plan.in_place && keeps_h(config));
+  if (own_d_h) workspace.d_h = arena->take_tensor(config.dtype, {num_slots, config.h_width()});
   if (plan.d_h_bias) workspace.d_h_bias = arena->take_tensor(config.dtype, {num_slots, config.h_width()});
   const std::size_t shared = arena->used();
   if (plan.a_scaled) workspace.a_scaled = arena->take_tensor(config.dtype, {num_slots, config.d_ff});
-  if (plan.recompute_h) workspace.h = arena->take_tensor(config.dtype, {num_slots, config.h_width()});
+  if (plan.recompute_h) {
+    workspace.h =
+        plan.in_place ? workspace.d_h : arena->take_tensor(config.dtype, {num_slots, config.h_width()});
+  }
   arena->rewind(shared);
   if (grads.x) workspace.d_x_rows = arena->take_tensor(config.dtype, {num_slots, config.d_model});
   return workspace;
@@ -344,6 +350,7 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
   grads.w_down = args.d_w_down.present();
   grads.b_up = args.d_b_up.present();
   grads.b_down = args.d_b_down.present();
+  grads.consume_saved = args.consume_saved;
   if (grads.x) {
     MOESTRO_RETURN_IF_ERROR(check_tensor(kName, "d_x", &args.d_x, config.dtype, {num_tokens, d_model},
                                          "[T, d]", Strides::kRows, Access::kWrite));
@@ -375,7 +382,7 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
   const Backend* backend = nullptr;
   MOESTRO_RETURN_IF_ERROR(require_backend(ctx.backend, &backend));
 
-  Arena saved_arena(const_cast<void*>(args.saved));  // only read below
+  Arena saved_arena(args.saved);
   const SavedView saved = lay_out_saved(config, &saved_arena);
   MOESTRO_RETURN_IF_ERROR(check_bytes(kName, "saved", args.saved, args.saved_bytes, saved_arena.peak()));
   Arena arena(ctx.workspace);
@@ -384,6 +391,8 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
   StageContexts contexts(ctx, workspace.scratch);
   const BackwardPlan plan = plan_backward(config, grads);
   const Index& index = saved.index;
+  const TensorView& h = plan.recompute_h ? workspace.h : saved.h;
+  const TensorView& d_h = plan.in_place ? h : workspace.d_h;
   const bool gated = is_gated(config.activation.kind);
 
   if (plan.row_weights) {
@@ -393,7 +402,7 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
 
   if (plan.recompute_h) {
     UpForwardArgs up = up_inputs(config, args, workspace.row_weights, index);
-    up.h = workspace.h;
+    up.h = h;
     MOESTRO_RETURN_IF_ERROR(backend->up_forward(up, contexts.next()));
   }
 
@@ -403,14 +412,14 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
     down.w_down = args.w_down;
     down.b_down = args.b_down;
     if (is_before(config)) down.b_up = args.b_up;
-    down.h = plan.recompute_h ? workspace.h : saved.h;
+    down.h = h;
     down.a = saved.a;
     down.row_weights = workspace.row_weights;
     down.index = index;
     down.activation = config.activation;
     down.gate_layout = config.gate_layout;
     down.weight_position = config.weight_position;
-    down.d_h = workspace.d_h;
+    down.d_h = d_h;
     down.d_h_bias = workspace.d_h_bias;
     down.a_scaled = workspace.a_scaled;
     down.d_weights = args.d_weights;
@@ -431,7 +440,7 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
 
   if (grads.x) {
     UpBackwardArgs up;
-    up.d_h = workspace.d_h;
+    up.d_h = d_h;
     up.w_up = args.w_up;
     up.index = index;
     up.gate_layout = config.gate_layout;
@@ -450,7 +459,7 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
   if (grads.w_up || grads.b_up) {
     UpWeightBackwardArgs up_weight;
     up_weight.x = args.x;
-    up_weight.d_h = workspace.d_h;
+    up_weight.d_h = d_h;
     up_weight.d_h_bias = workspace.d_h_bias;
     up_weight.index = index;
     up_weight.gate_layout = config.gate_layout;

@@ -103,7 +103,7 @@ def test_frozen_tensors_get_no_gradient_buffer(wanted: tuple[str, ...], position
     )
     with Recorder() as recorder:
         grads = torch.autograd.grad(part.run(), [part.tensors[k] for k in wanted], d_y)
-    backward = [call for call in recorder.calls if call[0] == "experts_backward"]
+    backward = [call for call in recorder.calls if call[0] == "experts_backward_"]
     assert len(backward) == 1
     _, options, results = backward[0]
     assert [n for n, on in zip(NAMES, options["mask"], strict=True) if on] == [
@@ -119,8 +119,27 @@ def test_gradients_for_some_inputs_only() -> None:
     layer = make_layer(dtype=torch.float32)
     with Recorder() as recorder:
         torch.autograd.grad(layer.run().sum(), [layer.tensors["x"]])
-    (call,) = [call for call in recorder.calls if call[0] == "experts_backward"]
+    (call,) = [call for call in recorder.calls if call[0] == "experts_backward_"]
     assert list(call[1]["mask"]) == [True, False, False, False, False, False]
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_a_graph_that_is_kept_keeps_what_was_saved(save: str) -> None:
+    """dH takes the place of H only where autograd frees the graph: a second pass finds H as it was."""
+    layer = make_layer(dtype=torch.float32, save=save)
+    inputs = [layer.tensors[name] for name in NAMES]
+    y = layer.run()
+    d_y = torch.randn_like(y)
+    with Recorder() as recorder:
+        first = torch.autograd.grad(y, inputs, d_y, retain_graph=True)
+        second = torch.autograd.grad(y, inputs, d_y, retain_graph=True)
+        last = torch.autograd.grad(y, inputs, d_y)
+    names = [name for name, _, _ in recorder.calls]
+    assert names == ["experts_backward", "experts_backward", "experts_backward_"]
+    for grads in (second, last):
+        assert all(torch.equal(a, b) for a, b in zip(first, grads, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, inputs, d_y)
 
 
 def test_frozen_weights_need_less_workspace() -> None:
