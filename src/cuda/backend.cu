@@ -14,7 +14,7 @@ std::size_t stage_workspace_bytes(const LayerConfig& config, const Context&) {
   const bool has_dots = config.has_b_down && config.weight_position == WeightPosition::kAfter;
   const std::int64_t num_slots = config.num_slots();
   return std::max({down_backward_workspace_bytes(num_slots, config.d_ff, has_dots),
-                   hopper::down_backward_workspace_bytes(num_slots, config.d_ff),
+                   hopper::down_backward_workspace_bytes(num_slots, config.d_ff, has_dots),
                    hopper::weight_backward_workspace_bytes(num_slots, config.h_width(), config.d_model),
                    hopper::weight_backward_workspace_bytes(num_slots, config.d_ff, config.d_model)});
 }

@@ -424,7 +424,7 @@ struct Problem {
         d_w_up(size(s.E, W, s.d) * 2),
         d_w_down(size(s.E, s.d, s.n) * 2),
         d_weights(S * 4),
-        work(std::max({hopper::down_backward_workspace_bytes(S, s.n),
+        work(std::max({hopper::down_backward_workspace_bytes(S, s.n, true),
                        hopper::weight_backward_workspace_bytes(S, W, s.d),
                        hopper::weight_backward_workspace_bytes(S, s.n, s.d)})),
         cublas(library) {
@@ -490,6 +490,7 @@ struct Problem {
     m::DownBackwardArgs args;
     args.d_y = view(d_y, {s.T, s.d});
     args.w_down = view(w_down, {s.E, s.d, s.n});
+    if (o.bias) args.b_down = view(b_down, {s.E, s.d});
     args.h = view(h, {S, W});
     args.row_weights = view(s_row, {S}, DType::kF32);
     args.index = index;
@@ -617,6 +618,7 @@ struct Problem {
   void check_down_backward() {
     const auto* pdy = d_y.as<Element>();
     const auto* pw = w_down.as<Element>();
+    const auto* pb = b_down.as<Element>();
     const auto* ph = h.as<Element>();
     const auto* pdh = d_h.as<Element>();
     const auto* pas = a_scaled.as<Element>();
@@ -624,6 +626,7 @@ struct Problem {
     const auto ix = index;
     const int64_t d = s.d, n = s.n, width = W, rows = R, E = s.E;
     const bool two = planes == 2;
+    const bool bias = o.bias;
     const ActivationReference act{o.activation};
     for (int what = 0; what < 3; ++what) {
       const char* names[] = {"down backward d_h gate", "down backward d_h up", "down backward a_scaled"};
@@ -669,6 +672,10 @@ struct Problem {
         float g = 0;
         for (int64_t k = 0; k < d; ++k) g += float(dy[k]) * float(pw[(e * d + k) * n + col]);
         sum += double(g) * value;
+      }
+      if (bias) {
+        for (int64_t k = threadIdx.x % 32; k < d; k += 32)
+          sum += double(float(dy[k])) * double(float(pb[e * d + k]));
       }
       ref = warp_sum(sum);
     });

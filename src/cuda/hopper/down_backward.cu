@@ -46,15 +46,15 @@ Status launch_down_backward(Parameters& p, std::int64_t count, const Context& ct
 
 }  // namespace
 
-std::size_t down_backward_workspace_bytes(std::int64_t num_slots, std::int64_t d_ff) {
-  return kCounterBytes + static_cast<std::size_t>(num_slots * ceil_div(d_ff, kTileN)) * sizeof(float);
+std::size_t down_backward_workspace_bytes(std::int64_t num_slots, std::int64_t d_ff, bool has_b_down) {
+  const std::int64_t columns = ceil_div(d_ff, kTileN) + (has_b_down ? 1 : 0);
+  return kCounterBytes + static_cast<std::size_t>(num_slots * columns) * sizeof(float);
 }
 
 const char* refusal(const DownBackwardArgs& args, int device_index) {
   if (const char* reason = refuse_device(device_index)) return reason;
   if (const char* reason = refuse_dtype(args.d_y.dtype)) return reason;
   if (args.weight_position == WeightPosition::kBefore) return "the routing weight acts before the expert";
-  if (args.b_down.present() && args.d_weights.present()) return "d_weights with b_down";
   if (args.w_down.extent[1] % 8 != 0) return "d is not a multiple of 8";
   if (args.w_down.extent[2] % 8 != 0) return "n is not a multiple of 8";
   if (const char* reason = refuse_layout(args.d_y, "d_y is not in 16-byte steps")) return reason;
@@ -74,7 +74,9 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStrea
   const int planes = static_cast<int>(h_width_factor(args.activation.kind));
   const std::int64_t d = args.w_down.extent[1];
   const std::int64_t n = args.w_down.extent[2];
-  const std::size_t needed = down_backward_workspace_bytes(num_slots, n);
+  // b_down's part of dS is a column of partials beside those of the tiles.
+  const bool has_dots = args.b_down.present() && args.d_weights.present();
+  const std::size_t needed = down_backward_workspace_bytes(num_slots, n, has_dots);
   if (args.d_weights.present() && ctx.workspace_bytes < needed) {
     return Status::error(StatusCode::kInvalidArgument, "down_backward: workspace is %zu bytes, expected %zu",
                          ctx.workspace_bytes, needed);
@@ -91,6 +93,7 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStrea
   p.activation = args.activation;
   p.row_weights = static_cast<const float*>(args.row_weights.data);
   p.partials = args.d_weights.present() ? static_cast<float*>(scratch_of(ctx)) : nullptr;
+  p.partials_stride = p.n_tiles + (has_dots ? 1 : 0);
   MOESTRO_RETURN_IF_ERROR(
       make_weight_map("down_backward: w_down", args.w_down, 1, GateLayout::kConcatenated, 1, 64, &p.b));
   MOESTRO_RETURN_IF_ERROR(make_rows_map("down_backward: h", args.h, planes, kLinesOfSlab, &p.h));
@@ -102,7 +105,11 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStrea
                               ? launch_down_backward<__nv_bfloat16>(p, count, ctx, stream)
                               : launch_down_backward<__half>(p, count, ctx, stream));
   if (!args.d_weights.present()) return {};
-  return sum_partials(p.partials, p.n_tiles, args.index, args.d_weights, ctx);
+  if (has_dots) {
+    MOESTRO_RETURN_IF_ERROR(bias_dots(args.d_y, args.b_down, args.index, num_slots, p.partials,
+                                      p.partials_stride, p.n_tiles, ctx));
+  }
+  return sum_partials(p.partials, p.partials_stride, args.index, args.d_weights, ctx);
 }
 
 }  // namespace moestro::cuda::hopper

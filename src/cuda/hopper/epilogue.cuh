@@ -415,7 +415,7 @@ struct StoreActivationBackward {
         sum[h] += __shfl_xor_sync(0xffffffffU, sum[h], 2);
         const int local = Lane::row() + 8 * h;
         if (Lane::lane() % 4 == 0 && local < rows) {
-          p.partials[static_cast<std::int64_t>(row + local) * p.n_tiles + work.n] = sum[h];
+          p.partials[static_cast<std::int64_t>(row + local) * p.partials_stride + work.n] = sum[h];
         }
       }
     }

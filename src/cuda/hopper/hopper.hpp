@@ -50,7 +50,7 @@ Status down_weight_backward(const DownWeightBackwardArgs& args, const Context& c
 std::size_t weight_backward_workspace_bytes(std::int64_t num_slots, std::int64_t routed,
                                             std::int64_t gathered);
 
-/// The counter, and partial sums of dS: [S, ceil(n / 128)] f32.
-std::size_t down_backward_workspace_bytes(std::int64_t num_slots, std::int64_t d_ff);
+/// The counter, and partial sums of dS: [S, ceil(n / 128)] f32, with b_down a column more.
+std::size_t down_backward_workspace_bytes(std::int64_t num_slots, std::int64_t d_ff, bool has_b_down);
 
 }  // namespace moestro::cuda::hopper

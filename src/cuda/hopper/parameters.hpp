@@ -69,7 +69,8 @@ struct Parameters {
   bool bias_after_scale;     ///< WeightPosition::kBefore: act(s h + b)
   const float* row_weights;  ///< s, or null
   Activation activation;
-  float* partials;  ///< [S, n_tiles] of dS
+  float* partials;  ///< [S, partials_stride] of dS, a column a tile along N
+  int partials_stride;
   bool accumulate;  ///< weight gradients are added to
 };
 
