@@ -26,22 +26,13 @@ struct DownBackwardKernel {
   using Epilogue = StoreActivationBackward<Element, kN, kFamily>;
 };
 
-template <class Element, ActivationFamily kFamily>
-Status launch_family(Parameters& p, std::int64_t count, const Context& ctx, cudaStream_t stream) {
-  using Kernel = DownBackwardKernel<Element, kFamily>;
-  return launch("down_backward", expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, ctx,
-                stream);
-}
-
 template <class Element>
 Status launch_down_backward(Parameters& p, std::int64_t count, const Context& ctx, cudaStream_t stream) {
-  if (p.activation.kind == ActivationKind::kSwiGLU) {
-    return launch_family<Element, ActivationFamily::kSwiGLU>(p, count, ctx, stream);
-  }
-  if (is_gated(p.activation.kind)) {
-    return launch_family<Element, ActivationFamily::kGated>(p, count, ctx, stream);
-  }
-  return launch_family<Element, ActivationFamily::kUngated>(p, count, ctx, stream);
+  return with_family(family_of(p.activation.kind), [&]<ActivationFamily kFamily>() {
+    using Kernel = DownBackwardKernel<Element, kFamily>;
+    return launch("down_backward", expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, ctx,
+                  stream);
+  });
 }
 
 }  // namespace

@@ -14,41 +14,67 @@ namespace moestro::cuda::hopper {
 
 constexpr int kChunkBytes = kSlabBytes;
 
-/// Which activations a kernel is compiled for: SwiGLU alone (and in up: without bias, and with the routing
-/// weight after the expert), or all of the kind by a switch.
-enum class ActivationFamily { kSwiGLU, kGated, kUngated };
+/// Which activations a kernel is compiled for: one of the most used alone (in up with the routing weight
+/// after the expert, and kSwiGLU without bias), or all of the kind.
+enum class ActivationFamily { kSwiGLU, kSwiGLUOAI, kGated, kSiLU, kUngated };
 
-template <ActivationFamily kFamily>
-constexpr int kPlanesOf = kFamily == ActivationFamily::kUngated ? 1 : 2;
-
-template <ActivationFamily kFamily>
-__device__ __forceinline__ activation_math::GatedValue<float> gated_value(const Activation& activation,
-                                                                          float gate, float up) {
-  using activation_math::gated;
-  if constexpr (kFamily == ActivationFamily::kSwiGLU) {
-    return gated<ActivationKind::kSwiGLU>(gate, up, 0.0F, 0.0F);
-  } else {
-    const float limit = activation.limit;
-    const float alpha = activation.alpha;
-    switch (activation.kind) {
-      case ActivationKind::kGeGLU: return gated<ActivationKind::kGeGLU>(gate, up, limit, alpha);
-      case ActivationKind::kGeGLUTanh: return gated<ActivationKind::kGeGLUTanh>(gate, up, limit, alpha);
-      case ActivationKind::kReGLU: return gated<ActivationKind::kReGLU>(gate, up, limit, alpha);
-      case ActivationKind::kSwiGLUClamp: return gated<ActivationKind::kSwiGLUClamp>(gate, up, limit, alpha);
-      case ActivationKind::kSwiGLUOAI: return gated<ActivationKind::kSwiGLUOAI>(gate, up, limit, alpha);
-      default: return gated<ActivationKind::kSwiGLU>(gate, up, limit, alpha);
-    }
+constexpr ActivationFamily family_of(ActivationKind kind) {
+  switch (kind) {
+    case ActivationKind::kSwiGLU: return ActivationFamily::kSwiGLU;
+    case ActivationKind::kSwiGLUOAI: return ActivationFamily::kSwiGLUOAI;
+    case ActivationKind::kSiLU: return ActivationFamily::kSiLU;
+    default: return is_gated(kind) ? ActivationFamily::kGated : ActivationFamily::kUngated;
   }
 }
 
-__device__ __forceinline__ activation_math::ValueSlope<float> ungated_value(const Activation& activation,
-                                                                            float h) {
-  using activation_math::ungated;
-  switch (activation.kind) {
-    case ActivationKind::kReLU: return ungated<ActivationKind::kReLU>(h);
-    case ActivationKind::kReLU2: return ungated<ActivationKind::kReLU2>(h);
-    case ActivationKind::kGELU: return ungated<ActivationKind::kGELU>(h);
-    default: return ungated<ActivationKind::kSiLU>(h);
+/// Calls `function.template operator()<family>()`.
+template <class Function>
+decltype(auto) with_family(ActivationFamily family, Function&& function) {
+  using enum ActivationFamily;
+  switch (family) {
+    case kSwiGLU: return function.template operator()<kSwiGLU>();
+    case kSwiGLUOAI: return function.template operator()<kSwiGLUOAI>();
+    case kGated: return function.template operator()<kGated>();
+    case kSiLU: return function.template operator()<kSiLU>();
+    case kUngated: break;
+  }
+  return function.template operator()<kUngated>();
+}
+
+template <ActivationFamily kFamily>
+constexpr int kPlanesOf = kFamily == ActivationFamily::kSiLU || kFamily == ActivationFamily::kUngated ? 1 : 2;
+
+template <ActivationFamily kFamily>
+constexpr bool kAnyOfTheKind = kFamily == ActivationFamily::kGated || kFamily == ActivationFamily::kUngated;
+
+/// Calls `function.template operator()<kind>()` for one of the family's kinds. The functions are unrolled
+/// over many elements: a switch inside would give a branch an element, which also keeps one element's
+/// latencies from hiding behind another's, and code that the instruction caches do not hold.
+template <ActivationFamily kFamily, class Function>
+__device__ __forceinline__ void with_kind(ActivationKind kind, Function&& function) {
+  using enum ActivationKind;
+  if constexpr (kFamily == ActivationFamily::kSwiGLU) {
+    function.template operator()<kSwiGLU>();
+  } else if constexpr (kFamily == ActivationFamily::kSwiGLUOAI) {
+    function.template operator()<kSwiGLUOAI>();
+  } else if constexpr (kFamily == ActivationFamily::kSiLU) {
+    function.template operator()<kSiLU>();
+  } else if constexpr (kFamily == ActivationFamily::kGated) {
+    switch (kind) {
+      case kGeGLU: function.template operator()<kGeGLU>(); break;
+      case kGeGLUTanh: function.template operator()<kGeGLUTanh>(); break;
+      case kReGLU: function.template operator()<kReGLU>(); break;
+      case kSwiGLUClamp: function.template operator()<kSwiGLUClamp>(); break;
+      case kSwiGLUOAI: function.template operator()<kSwiGLUOAI>(); break;
+      default: function.template operator()<kSwiGLU>(); break;
+    }
+  } else {
+    switch (kind) {
+      case kReLU: function.template operator()<kReLU>(); break;
+      case kReLU2: function.template operator()<kReLU2>(); break;
+      case kGELU: function.template operator()<kGELU>(); break;
+      default: function.template operator()<kSiLU>(); break;
+    }
   }
 }
 
@@ -176,44 +202,69 @@ struct StoreActivated {
   using Element = Element_;
   static constexpr int kPlanes = kPlanesOf<kFamily>;
   static constexpr bool kPlain = kFamily == ActivationFamily::kSwiGLU;
-  static constexpr int kCols = kN / kPlanes;  ///< of A in a tile
-  static constexpr int kStagingBytes = kBuffers * kChunkBytes;
+  static constexpr int kCols = kN / kPlanes;            ///< of A in a tile
+  static constexpr int kBiasBytes = kPlain ? 0 : 1024;  ///< kN elements; buffers stay 1024-byte aligned
+  static constexpr int kStagingBytes = kBuffers * kChunkBytes + kBiasBytes;
   static constexpr int kNumBarriers = 0;
+  static_assert(kPlain || kN == 2 * 128, "a thread fetches the biases of two columns");
   const Parameters& p;
   Staging<kBuffers> staging;
+  std::uint16_t fetched[2];  ///< biases of two of the tile's columns: gate's come first
 
   __device__ StoreActivated(const Parameters& parameters, std::uint32_t buffers, std::uint32_t)
       : p(parameters), staging{buffers} {}
-  __device__ void prefetch(const Work&) {}
 
-  /// Biases of gate (and up) for two columns; zero past the last column.
-  __device__ __forceinline__ void load_bias(const Work& work, int col, float (&b)[kPlanes][2]) const {
-    const Element* of_expert = static_cast<const Element*>(p.bias) + work.expert * p.bias_stride;
-#pragma unroll
-    for (int plane = 0; plane < kPlanes; ++plane) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        b[plane][j] = col < p.cols ? float(of_expert[plane * p.bias_up + (col + j) * p.bias_step]) : 0.0F;
+  /// Asks for this thread's part of the bias, which is there when the tile has been multiplied. Zero past the
+  /// last column.
+  __device__ __forceinline__ void prefetch(const Work& work) {
+    if constexpr (!kPlain) {
+      const int plane = Lane::thread() * 2 / kCols;
+      const int col = work.n * kCols + Lane::thread() * 2 % kCols;
+      fetched[0] = fetched[1] = 0;
+      if (p.bias != nullptr && col < p.cols) {
+        const std::uint16_t* pair = static_cast<const std::uint16_t*>(p.bias) + work.expert * p.bias_stride +
+                                    plane * p.bias_up + col * p.bias_step;
+        fetched[0] = pair[0];
+        fetched[1] = pair[p.bias_step];
       }
     }
+  }
+
+  __device__ std::uint32_t biases() const { return staging.base + kBuffers * kChunkBytes; }
+  __device__ __forceinline__ void share_bias() const {
+    sync_warpgroup();  // the tile before has read its own
+    std::uint32_t base = biases();
+    asm volatile("" : "+r"(base));  // as in bias()
+    store_shared(base + Lane::thread() * 4, fetched[0] | fetched[1] << 16);
+    sync_warpgroup();
+  }
+  /// Of this thread's columns in a group of 8 of a chunk.
+  __device__ __forceinline__ float2 bias(int plane, int chunk, int group) const {
+    std::uint32_t base = biases() + Lane::lane() % 4 * 4;
+    asm volatile("" : "+r"(base));  // computed here, not kept in a register from tile to tile
+    const int col = plane * kCols + chunk * 64 + group * 8;
+    return unpack<Element>(static_cast<std::uint32_t>(load_shared(base + col * 2)));
   }
 
   __device__ __forceinline__ void store(float (&acc)[kN / 2], const Work& work, int block) {
     const int row = work.row0 + block * 64;
     const int rows = work.rows - block * 64;
+    const bool bias_after_scale = kAnyOfTheKind<kFamily> && p.bias_after_scale;
+    const bool bias_before_h = !kPlain && p.bias != nullptr && !bias_after_scale;
+    if (bias_before_h || bias_after_scale) share_bias();
 #pragma unroll
     for (int chunk = 0; chunk < kCols / 64; ++chunk) {
       const int col = work.n * kCols + chunk * 64;
       if (col >= p.cols) break;
-      if (!kPlain && p.bias != nullptr && !p.bias_after_scale) {
+      const auto place = [&](int plane, int i) { return &acc[plane * (kN / 4) + chunk * 32 + i * 4]; };
+      if (bias_before_h) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          float b[kPlanes][2];
-          load_bias(work, col + i * 8 + Lane::col(), b);
+        for (int plane = 0; plane < kPlanes; ++plane) {
 #pragma unroll
-          for (int plane = 0; plane < kPlanes; ++plane) {
+          for (int i = 0; i < 8; ++i) {
+            const float2 b = bias(plane, chunk, i);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) acc[plane * (kN / 4) + chunk * 32 + i * 4 + j] += b[plane][j % 2];
+            for (int j = 0; j < 4; ++j) place(plane, i)[j] += j % 2 == 0 ? b.x : b.y;
           }
         }
       }
@@ -224,7 +275,7 @@ struct StoreActivated {
         for (int i = 0; i < 8; ++i) {
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            const float* value = &acc[plane * (kN / 4) + chunk * 32 + i * 4 + r * 2];
+            const float* value = place(plane, i) + r * 2;
             h[plane][i][r] = pack<Element>(value[0], value[1]);
           }
         }
@@ -232,38 +283,49 @@ struct StoreActivated {
       }
       if (p.rows_out_a.data == nullptr) continue;
       float scale[2] = {1, 1};
-      if (!kPlain && p.bias_after_scale) {
+      if (bias_after_scale) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           if (Lane::row() + 8 * r < rows) scale[r] = __ldg(p.row_weights + row + Lane::row() + 8 * r);
         }
       }
+      with_kind<kFamily>(p.activation.kind, [&]<ActivationKind kKind>() {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float b[kPlanes][2] = {};
-        if (!kPlain && p.bias != nullptr && p.bias_after_scale) load_bias(work, col + i * 8 + Lane::col(), b);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float z[kPlanes][2];  // from H as stored: backward recomputes A from the same numbers
+        for (int i = 0; i < 8; ++i) {
+          float z[kPlanes][4];  // from H as stored: backward recomputes A from the same numbers
 #pragma unroll
           for (int plane = 0; plane < kPlanes; ++plane) {
-            const float2 stored = unpack<Element>(h[plane][i][r]);
-            z[plane][0] = stored.x;
-            z[plane][1] = stored.y;
-            if (!kPlain && p.bias_after_scale) {
 #pragma unroll
-              for (int j = 0; j < 2; ++j) z[plane][j] = z[plane][j] * scale[r] + b[plane][j];
+            for (int r = 0; r < 2; ++r) {
+              const float2 stored = unpack<Element>(h[plane][i][r]);
+              z[plane][r * 2] = stored.x;
+              z[plane][r * 2 + 1] = stored.y;
             }
           }
-          if constexpr (kPlanes == 2) {
-            h[0][i][r] = pack<Element>(gated_value<kFamily>(p.activation, z[0][0], z[1][0]).value,
-                                       gated_value<kFamily>(p.activation, z[0][1], z[1][1]).value);
-          } else {
-            h[0][i][r] = pack<Element>(ungated_value(p.activation, z[0][0]).value,
-                                       ungated_value(p.activation, z[0][1]).value);
+          if (bias_after_scale) {
+#pragma unroll
+            for (int plane = 0; plane < kPlanes; ++plane) {
+              const float2 b = bias(plane, chunk, i);
+#pragma unroll
+              for (int j = 0; j < 4; ++j) {
+                z[plane][j] = z[plane][j] * scale[j / 2] + (j % 2 == 0 ? b.x : b.y);
+              }
+            }
           }
+          float a[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            if constexpr (kPlanes == 2) {
+              a[j] = activation_math::gated<kKind>(z[0][j], z[1][j], p.activation.limit, p.activation.alpha)
+                         .value;
+            } else {
+              a[j] = activation_math::ungated<kKind>(z[0][j]).value;
+            }
+          }
+#pragma unroll
+          for (int r = 0; r < 2; ++r) h[0][i][r] = pack<Element>(a[r * 2], a[r * 2 + 1]);
         }
-      }
+      });
       staging.put(h[0], p.rows_out_a, rows, row, 0, col);
     }
   }
@@ -332,53 +394,56 @@ struct StoreActivationBackward {
       const int col = work.n * kN + chunk * 64;
       barrier_wait(barriers + chunk * 8, parity >> chunk & 1);
       parity ^= 1U << chunk;
+      with_kind<kFamily>(p.activation.kind, [&]<ActivationKind kKind>() {
 #pragma unroll
-      for (int i = 0; i < 8; i += 2) {
-        std::uint32_t planes[kPlanes][4];
-        std::uint32_t scaled[4];
+        for (int i = 0; i < 8; i += 2) {
+          std::uint32_t planes[kPlanes][4];
+          std::uint32_t scaled[4];
 #pragma unroll
-        for (int plane = 0; plane < kPlanes; ++plane) {
-          load_matrices(planes[plane], Lane::matrices(set + plane * kChunkBytes, i));
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {  // j: group i + j / 2, row + 8 (j % 2)
-          const int h = j % 2;
-          const float s = scale[block][h];
-          const float* g = &acc[chunk * 32 + (i + j / 2) * 4 + h * 2];
-          float d[kPlanes][2];
-          float a[2];
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float z[kPlanes];
-#pragma unroll
-            for (int plane = 0; plane < kPlanes; ++plane) {
-              const float2 pair = unpack<Element>(planes[plane][j]);
-              z[plane] = e == 0 ? pair.x : pair.y;
-            }
-            if constexpr (kPlanes == 2) {
-              const auto f = gated_value<kFamily>(p.activation, z[0], z[1]);
-              a[e] = f.value;
-              d[0][e] = f.slope_gate * (g[e] * s);
-              d[1][e] = f.slope_up * (g[e] * s);
-            } else {
-              const auto f = ungated_value(p.activation, z[0]);
-              a[e] = f.value;
-              d[0][e] = f.slope * (g[e] * s);
-            }
-            sum[h] += g[e] * a[e];
+          for (int plane = 0; plane < kPlanes; ++plane) {
+            load_matrices(planes[plane], Lane::matrices(set + plane * kChunkBytes, i));
           }
-          scaled[j] = pack<Element>(a[0] * s, a[1] * s);
 #pragma unroll
-          for (int plane = 0; plane < kPlanes; ++plane)
-            planes[plane][j] = pack<Element>(d[plane][0], d[plane][1]);
-        }
+          for (int j = 0; j < 4; ++j) {  // j: group i + j / 2, row + 8 (j % 2)
+            const int h = j % 2;
+            const float s = scale[block][h];
+            const float* g = &acc[chunk * 32 + (i + j / 2) * 4 + h * 2];
+            float d[kPlanes][2];
+            float a[2];
 #pragma unroll
-        for (int plane = 0; plane < kPlanes; ++plane) {
-          store_matrices(Lane::matrices(set + plane * kChunkBytes, i), planes[plane][0], planes[plane][1],
-                         planes[plane][2], planes[plane][3]);
+            for (int e = 0; e < 2; ++e) {
+              float z[kPlanes];
+#pragma unroll
+              for (int plane = 0; plane < kPlanes; ++plane) {
+                const float2 pair = unpack<Element>(planes[plane][j]);
+                z[plane] = e == 0 ? pair.x : pair.y;
+              }
+              if constexpr (kPlanes == 2) {
+                const auto f =
+                    activation_math::gated<kKind>(z[0], z[1], p.activation.limit, p.activation.alpha);
+                a[e] = f.value;
+                d[0][e] = f.slope_gate * (g[e] * s);
+                d[1][e] = f.slope_up * (g[e] * s);
+              } else {
+                const auto f = activation_math::ungated<kKind>(z[0]);
+                a[e] = f.value;
+                d[0][e] = f.slope * (g[e] * s);
+              }
+              sum[h] += g[e] * a[e];
+            }
+            scaled[j] = pack<Element>(a[0] * s, a[1] * s);
+#pragma unroll
+            for (int plane = 0; plane < kPlanes; ++plane)
+              planes[plane][j] = pack<Element>(d[plane][0], d[plane][1]);
+          }
+#pragma unroll
+          for (int plane = 0; plane < kPlanes; ++plane) {
+            store_matrices(Lane::matrices(set + plane * kChunkBytes, i), planes[plane][0], planes[plane][1],
+                           planes[plane][2], planes[plane][3]);
+          }
+          store_matrices(Lane::matrices(a_buffer, i), scaled[0], scaled[1], scaled[2], scaled[3]);
         }
-        store_matrices(Lane::matrices(a_buffer, i), scaled[0], scaled[1], scaled[2], scaled[3]);
-      }
+      });
       fence_async_proxy();
       sync_warpgroup();
       if (rows >= 64) {
