@@ -4,7 +4,6 @@
 
 #include "cuda/cuda.hpp"
 #include "cuda/device.hpp"
-#include "cuda/device/chain.cuh"
 #include "cuda/device/numeric.cuh"
 #include "cuda/support.hpp"
 
@@ -58,8 +57,6 @@ struct Piece {
 
 template <typename T, int kCount, int kInFlight, int kPieces>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineParams p) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
   const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   std::int64_t t;
   std::int64_t column;

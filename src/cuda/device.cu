@@ -22,28 +22,7 @@ struct DeviceSlot {
   std::once_flag once;
   Device device;
   cudaError_t error = cudaSuccess;
-  std::once_flag chain_once;
-  bool can_chain = false;
 };
-
-std::array<DeviceSlot, kMaxDevices> device_slots;
-
-__global__ void probe_kernel() {}
-
-/// Whether this library's kernels run on the (current) device as code of sm_90 or later, and so know how to
-/// wait for the kernel before them. What was compiled for sm_80 alone does not, whatever the device.
-bool can_chain(int ordinal) {
-  DeviceSlot& slot = device_slots[static_cast<std::size_t>(ordinal)];
-  std::call_once(slot.chain_once, [&] {
-    cudaFuncAttributes attributes{};
-    if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(probe_kernel)) == cudaSuccess) {
-      slot.can_chain = slot.device.major >= 9 && attributes.ptxVersion >= 90;
-    } else {
-      (void)cudaGetLastError();
-    }
-  });
-  return slot.can_chain;
-}
 
 cudaError_t read_device(int ordinal, Device* device) {
   device->ordinal = ordinal;
@@ -74,12 +53,13 @@ cudaError_t read_device(int ordinal, Device* device) {
 }  // namespace
 
 Status find_device(const Context& ctx, const Device** device) {
+  static std::array<DeviceSlot, kMaxDevices> slots;
   const int ordinal = ctx.device_index;
   if (ordinal < 0 || ordinal >= kMaxDevices) {
     return Status::error(StatusCode::kInvalidArgument, "CUDA: device_index is %d, expected 0 to %d", ordinal,
                          kMaxDevices - 1);
   }
-  DeviceSlot& slot = device_slots[static_cast<std::size_t>(ordinal)];
+  DeviceSlot& slot = slots[static_cast<std::size_t>(ordinal)];
   std::call_once(slot.once, [&] {
     slot.error = read_device(ordinal, &slot.device);
     if (slot.error != cudaSuccess) (void)cudaGetLastError();  // reported below, not by the next launch
@@ -117,17 +97,9 @@ Status check_launch(const char* kernel) {
 
 Status launch_kernel(const char* name, const void* kernel, const LaunchShape& shape, void** arguments,
                      const Context& ctx) {
-  cudaLaunchAttribute chained{};
-  chained.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  chained.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y));
-  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
-  config.dynamicSmemBytes = shape.shared_bytes;
-  config.stream = stream_of(ctx);
-  config.attrs = &chained;
-  config.numAttrs = ctx.place_in_layer > 1 && can_chain(ctx.device_index) ? 1 : 0;
-  const cudaError_t error = cudaLaunchKernelExC(&config, kernel, arguments);
+  const cudaError_t error = cudaLaunchKernel(
+      kernel, dim3(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y)),
+      dim3(static_cast<unsigned>(shape.threads)), arguments, shape.shared_bytes, stream_of(ctx));
   if (error == cudaSuccess) return {};
   (void)cudaGetLastError();
   return device_error(name, error);

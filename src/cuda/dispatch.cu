@@ -15,7 +15,6 @@
 
 #include "cuda/cuda.hpp"
 #include "cuda/device.hpp"
-#include "cuda/device/chain.cuh"
 #include "cuda/support.hpp"
 
 namespace moestro::cuda {
@@ -504,7 +503,6 @@ __device__ __forceinline__ void clear_counters(int* counters) {
 
 template <typename Id, bool kPlain, typename Count>
 __global__ void __launch_bounds__(32 * kMaxWarps) dispatch_kernel(const __grid_constant__ DispatchParams p) {
-  let_next_kernel_start();  // launched as usual: all before it is complete
   clear_counters(p.counters_to_clear);
   extern __shared__ __align__(16) std::int32_t words[];
   const Shared shared(words, p.columns, static_cast<int>(blockDim.x) / 32);
@@ -533,8 +531,6 @@ struct RowWeightsParams {
 
 template <typename Real>
 __global__ void __launch_bounds__(256) row_weights_kernel(const __grid_constant__ RowWeightsParams<Real> p) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
   clear_counters(p.counters_to_clear);
   const std::int64_t slot = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (slot >= p.num_slots) return;

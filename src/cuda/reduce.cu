@@ -3,7 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/device/chain.cuh"
 #include "cuda/device/numeric.cuh"
 #include "cuda/support.hpp"
 
@@ -32,8 +31,6 @@ struct ColumnSumsParams {
 /// One block an expert and 256 columns: warp w sums rows w, w + 8, …; then the warps' sums in order.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) column_sums_kernel(const __grid_constant__ ColumnSumsParams p) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
   __shared__ float partial[kRowLanes][kColumnsPerBlock];
   const auto expert = static_cast<std::int64_t>(blockIdx.y);
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -93,8 +90,6 @@ struct BiasDotsParams {
 /// One block a tile of the tile table, one warp a row.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) bias_dots_kernel(const __grid_constant__ BiasDotsParams p) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
   if (static_cast<std::int32_t>(blockIdx.x) >= *p.num_tiles) return;
   const int4 tile = reinterpret_cast<const int4*>(p.tiles)[blockIdx.x];
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -122,8 +117,6 @@ struct SumPartialsParams {
 };
 
 __global__ void __launch_bounds__(kThreads) sum_partials_kernel(const __grid_constant__ SumPartialsParams p) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
   const std::int64_t slot = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (slot >= p.num_slots) return;
   const std::int64_t row = p.map[slot];

@@ -24,7 +24,7 @@ inline Status check_supported(const char* function, DType dtype) {
 }
 
 /// Every workspace begins with lines of 128 bytes for the tile counters of Hopper's kernels, one a place in
-/// the layer's chain: its first stage zeroes them all. A stage that is called alone zeroes and takes line 0.
+/// the layer: its first stage zeroes them all. A stage that is called alone zeroes and takes line 0.
 constexpr std::size_t kCounterLineBytes = 128;
 constexpr std::size_t kCounterBytes = 8 * kCounterLineBytes;
 
@@ -44,8 +44,7 @@ struct LaunchShape {
   std::size_t shared_bytes = 0;
   std::int64_t blocks_y = 1;
 };
-/// Enqueues `kernel` on ctx's stream. Stages within a layer call are chained (device/chain.cuh): their
-/// kernels must be ones that wait for the kernel before.
+/// Enqueues `kernel` on ctx's stream.
 Status launch_kernel(const char* name, const void* kernel, const LaunchShape& shape, void** arguments,
                      const Context& ctx);
 

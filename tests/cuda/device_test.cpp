@@ -212,7 +212,7 @@ void enqueue(const LayerRun& run, const LayerConfig& config, const Context& ctx)
   MOESTRO_EXPECT_OK(layer_backward(config, run.backward_args(), ctx));
 }
 
-// Kernels of a layer overlap their launches; the next call on the stream must not see it.
+// Calls in turn need nothing between them: each zeroes its own counters in the shared workspace.
 TEST_P(CudaDeviceTest, LayersInTurnShareOneWorkspace) {
   const LayerProblem first_problem = many_tiles(7040);
   const LayerProblem second_problem = many_tiles(7041);
@@ -263,8 +263,8 @@ TEST_P(CudaDeviceTest, TwoStreamsAndThreadsAtOnce) {
   EXPECT_CUDA(cudaStreamDestroy(other_stream));
 }
 
-// dW1 runs beside the sum of dX~, and with n this small ends long before it: what comes next on the stream
-// must still find dX whole.
+// dW1 comes after the sum of dX~; whether or not they overlap, what comes next on the stream must find dX
+// whole. With n this small dW1 takes far less time than the sum.
 TEST_P(CudaDeviceTest, GradientOfXIsWholeForTheNextKernel) {
   LayerConfig config;
   config.dtype = DType::kBF16;

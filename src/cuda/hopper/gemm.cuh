@@ -13,7 +13,6 @@
 ///   kConsumerRegisters.
 #pragma once
 
-#include "cuda/device/chain.cuh"
 #include "cuda/hopper/load.cuh"
 #include "cuda/hopper/parameters.hpp"
 #include "cuda/hopper/schedule.cuh"
@@ -273,8 +272,6 @@ __global__ void __launch_bounds__(kThreads, 1) expert_gemm_kernel(const __grid_c
     if constexpr (!Kernel::LoadA::kGathers) prefetch_map(p.a);
   }
   __syncthreads();
-  wait_for_previous_kernel();
-  let_next_kernel_start();
 
   if (warpgroup == 0) {
     give_registers<Kernel::kProducerRegisters>();

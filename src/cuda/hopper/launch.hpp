@@ -38,7 +38,7 @@ const char* refuse_layout(const TensorView& view, const char* reason);
 
 using KernelPointer = void (*)(Parameters);
 /// `max_count` bounds the number of tiles, which only the device knows. Gives the kernel the tile counter
-/// of the stage's place in the layer, and chains it (device/chain.cuh): it must wait for the one before.
+/// of the stage's place in the layer.
 Status launch(const char* name, KernelPointer kernel, int shared_bytes, Parameters& parameters,
               std::int64_t max_count, const Context& ctx, cudaStream_t stream, int threads = 384);
 

@@ -588,8 +588,6 @@ __global__ void __launch_bounds__(kThreads, 1) weight_gemm_kernel(const __grid_c
     prefetch_map(p.weight_out);
   }
   __syncthreads();
-  wait_for_previous_kernel();
-  let_next_kernel_start();
 
   if (warpgroup == 0) {
     give_registers<40>();
