@@ -6,6 +6,10 @@
 ///   hopper_lab sweep SHAPE...   as bench, with every tile and raster
 ///   hopper_lab time SHAPE...    as bench, unchecked
 ///   hopper_lab weights SHAPE... check and time the weights' gradients alone
+///   hopper_lab turns SHAPE...   plans of up, down and dX~ in turns with cuBLAS on a warm card, with its
+///   clock;
+///                               MOESTRO_LAB_KERNELS=up,down,up_backward, MOESTRO_LAB_ROUNDS,
+///                               MOESTRO_LAB_TURN_MS
 ///   hopper_lab profile SHAPE... each kernel once, for a profiler
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -364,6 +368,67 @@ static double time_ms(const std::function<void()>& run, int warm = 2, int count 
   return ms / count;
 }
 
+/// The card's clock: a multiprocessor's cycle counter against the nanosecond timer.
+__global__ void stamp_kernel(unsigned long long* stamp) {
+  unsigned multiprocessor;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(multiprocessor));
+  if (multiprocessor != 0 || threadIdx.x != 0) return;
+  unsigned long long now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  stamp[0] = static_cast<unsigned long long>(clock64());
+  stamp[1] = now;
+}
+
+struct Contestant {
+  std::string name;
+  std::function<void()> run;
+  std::vector<double> ms;
+  std::vector<double> ghz;
+};
+
+static double middle_of(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values.empty() ? 0 : values[values.size() / 2];
+}
+
+/// Runs all contestants in turns on a card that is warm: turns of about `turn_ms`, the first of each round
+/// another one. Fills in the times and clocks of all turns.
+static void take_turns(std::vector<Contestant>& contestants, int rounds, double turn_ms) {
+  static unsigned long long* stamps = nullptr;
+  static cudaEvent_t events[2];
+  if (stamps == nullptr) {
+    CHECK_CUDA(cudaMalloc(&stamps, 32));
+    for (cudaEvent_t& event : events) CHECK_CUDA(cudaEventCreate(&event));
+  }
+  const auto turn = [&](Contestant& c, int count) {
+    for (int i = 0; i < (count + 1) / 2; ++i) c.run();  // the clock settles
+    stamp_kernel<<<1024, 32>>>(stamps);
+    CHECK_CUDA(cudaEventRecord(events[0]));
+    for (int i = 0; i < count; ++i) c.run();
+    CHECK_CUDA(cudaEventRecord(events[1]));
+    stamp_kernel<<<1024, 32>>>(stamps + 2);
+    CHECK_CUDA(cudaEventSynchronize(events[1]));
+    float ms = 0;
+    CHECK_CUDA(cudaEventElapsedTime(&ms, events[0], events[1]));
+    return static_cast<double>(ms) / count;
+  };
+  std::vector<int> counts;
+  for (Contestant& c : contestants) {
+    counts.push_back(std::clamp(static_cast<int>(turn_ms / turn(c, 3)), 3, 400));
+  }
+  for (int i = 0; i < 8; ++i) turn(contestants[0], counts[0]);  // the card warms
+  for (int round = 0; round < rounds; ++round) {
+    for (std::size_t i = 0; i < contestants.size(); ++i) {
+      const std::size_t which = (i + static_cast<std::size_t>(round) * 3) % contestants.size();
+      Contestant& c = contestants[which];
+      c.ms.push_back(turn(c, counts[which]));
+      unsigned long long host[4];
+      CHECK_CUDA(cudaMemcpy(host, stamps, sizeof host, cudaMemcpyDeviceToHost));
+      c.ghz.push_back(static_cast<double>(host[2] - host[0]) / static_cast<double>(host[3] - host[1]));
+    }
+  }
+}
+
 // ---- one problem ----
 
 struct Options {
@@ -377,6 +442,7 @@ struct Options {
   bool profile = false;
   bool unchecked = false;
   bool weights = false;
+  bool turns = false;
 };
 
 template <class Element>
@@ -771,6 +837,7 @@ struct Problem {
         o.layout == m::GateLayout::kInterleaved ? ", interleaved" : "", o.bias ? ", bias" : "",
         (int)o.routing, (long long)R, (long long)S, host.num_tiles);
     std::fflush(stdout);
+    if (o.turns) return turns();
     if (o.profile) return profile();
     if (o.weights) return bench_weights_alone();
     if (o.unchecked) {
@@ -787,6 +854,15 @@ struct Problem {
       ++failures;
       std::printf("    FAILED: A without H differs from A with H\n");
     }
+    for (const int by_expert : {0, 1}) {
+      hopper::force_by_expert(by_expert);
+      h.poison();
+      a.poison();
+      check_status(hopper::up_forward(up_args(true, true), ctx, nullptr));
+      check_up();
+      if (hash_of(a) != a_hash) std::printf("    note: walk %d gives other bits\n", by_expert);
+    }
+    hopper::force_by_expert(-1);
     unsigned long long y_hash[hopper::kNumRowsTiles];
     for (int tile = 0; tile < hopper::kNumRowsTiles; ++tile) {
       hopper::force_rows_tile(tile);
@@ -924,6 +1000,90 @@ struct Problem {
     bench_weights();
   }
 
+  /// Plans in turns with the yardstick of the same product.
+  void turns() {
+    const m::Context ctx = context();
+    const auto number = [](const char* name, double otherwise) {
+      const char* value = std::getenv(name);
+      return value == nullptr ? otherwise : std::atof(value);
+    };
+    const char* kernels = std::getenv("MOESTRO_LAB_KERNELS");
+    const auto wants = [&](const char* kernel) {
+      return kernels == nullptr ||
+             ("," + std::string(kernels) + ",").find("," + std::string(kernel) + ",") != std::string::npos;
+    };
+    const int type = kBf16 ? 14 : 2;
+    fill(y.as<Element>(), S * s.d, 9, 1.0F);  // stands for gathered rows
+    check_status(hopper::up_forward(up_args(true, true), ctx, nullptr));
+    check_up();
+    fill(d_h.as<Element>(), S * W, 10, 1.0F);
+    const auto run_turns = [&](const char* kernel, double flops, std::vector<Contestant>& list) {
+      take_turns(list, static_cast<int>(number("MOESTRO_LAB_ROUNDS", 3)), number("MOESTRO_LAB_TURN_MS", 30));
+      const double yardstick = middle_of(list[0].ms);
+      for (const Contestant& c : list) {
+        const double ms = middle_of(c.ms);
+        const double cycles = ms * middle_of(c.ghz) * 1e6;
+        std::printf(
+            "  %-12s %-22s %8.3f ms [%.3f %.3f] %6.1f TF/s  %.3f of cuBLAS  %.3f GHz, %.3f Mcycles, %.3f "
+            "busy\n",
+            kernel, c.name.c_str(), ms, *std::min_element(c.ms.begin(), c.ms.end()),
+            *std::max_element(c.ms.begin(), c.ms.end()), flops / ms * 1e-9, yardstick / ms, middle_of(c.ghz),
+            cycles * 1e-6, flops / 132 / 4096 / cycles);
+      }
+      std::fflush(stdout);
+    };
+    const auto contestant = [&](const std::string& name, int tile, int by_expert, int raster, auto call) {
+      return Contestant{name,
+                        [=] {
+                          hopper::force_rows_tile(tile);
+                          hopper::force_by_expert(by_expert);
+                          hopper::force_raster(raster);
+                          check_status(call());
+                          hopper::force_rows_tile(-1);
+                          hopper::force_by_expert(-1);
+                          hopper::force_raster(-1);
+                        },
+                        {},
+                        {}};
+    };
+    const auto cublas_turn = [&](bool transpose_b, int64_t cols, int64_t k, const Buffer& left,
+                                 const Buffer& right, const Buffer& out) {
+      return Contestant{"cuBLAS",
+                        [=, this, l = left.data, r = right.data, c = out.data] {
+                          cublas->run(false, transpose_b, S / s.E, cols, k, l, r, c, s.E, type);
+                        },
+                        {},
+                        {}};
+    };
+    if (wants("up")) {
+      const auto both = [=, this] { return hopper::up_forward(up_args(true, true), ctx, nullptr); };
+      const auto a_alone = [=, this] { return hopper::up_forward(up_args(false, true), ctx, nullptr); };
+      std::vector<Contestant> list = {cublas_turn(true, W, s.d, y, w_up, h),
+                                      contestant("bands", -1, 0, -1, both),
+                                      contestant("experts", -1, 1, -1, both),
+                                      contestant("bands, raster 16", -1, 0, 16, both),
+                                      contestant("experts, raster 16", -1, 1, 16, both),
+                                      contestant("A alone", -1, -1, -1, a_alone)};
+      run_turns("up", 2.0 * R * s.d * W, list);
+    }
+    if (wants("down")) {
+      const auto call = [=, this] { return hopper::down_forward(down_args(), ctx, nullptr); };
+      std::vector<Contestant> list = {
+          cublas_turn(true, s.d, s.n, a, w_down, d_x), contestant("192 pp, bands", 1, 0, -1, call),
+          contestant("192 pp, experts", 1, 1, -1, call), contestant("256 co, bands", 2, 0, -1, call),
+          contestant("256 co, experts", 2, 1, -1, call)};
+      run_turns("down", 2.0 * R * s.d * s.n, list);
+    }
+    if (wants("up_backward")) {
+      const auto call = [=, this] { return hopper::up_backward(up_backward_args(), ctx, nullptr); };
+      std::vector<Contestant> list = {
+          cublas_turn(false, s.d, W, d_h, w_up, y), contestant("192 pp, bands", 1, 0, -1, call),
+          contestant("192 pp, experts", 1, 1, -1, call), contestant("256 co, bands", 2, 0, -1, call),
+          contestant("256 co, experts", 2, 1, -1, call)};
+      run_turns("up_backward", 2.0 * R * s.d * W, list);
+    }
+  }
+
   void bench() {
     const m::Context ctx = context();
     const int64_t rows = S / s.E;
@@ -1015,6 +1175,7 @@ int main(int argc, char** argv) {
     options.profile = mode == "profile";
     options.unchecked = mode == "time";
     options.weights = mode == "weights";
+    options.turns = mode == "turns";
     if (std::getenv("MOESTRO_LAB_ZIPF") != nullptr) options.routing = Routing::kZipf;
     for (const Shape& shape : kShapes) {
       bool wanted = false;

@@ -74,7 +74,7 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStrea
   }
 
   Parameters p{};
-  set_row_tiles(args.index, ceil_div(n, kTileN), plan_raster(4), &p);
+  set_row_tiles(args.index, ceil_div(n, kTileN), {plan_raster(4), false}, &p);
   p.source = args.d_y.data;
   p.source_stride = args.d_y.stride[0];
   p.source_cols = static_cast<int>(d);

@@ -106,18 +106,22 @@ __device__ __forceinline__ void produce(const Parameters& p, std::uint32_t base)
   Tickets taken{base + Layout::kTickets};
   RingPosition<Kernel::kStages> ring;
   int w = static_cast<int>(blockIdx.x);
-  int drawn =
-      0;  // number of the next tile, less stride; asked for a tile ahead, since the answer takes its time
-  if (draws) drawn = p.next_tile != nullptr ? atomicAdd(p.next_tile, 1) : w;
+  int drawn = 0;  // number of the next tile, less stride
+  const auto draw = [&] {
+    if (draws && p.next_tile != nullptr) drawn = atomicAdd(p.next_tile, 1);
+  };
+  const auto publish = [&] {
+    if (draws) published.publish(stride + (p.next_tile != nullptr ? drawn : w));
+  };
+  if constexpr (Kernel::kPingPong) draw();
   while (w < schedule.count()) {
     const Work work = schedule.at(w);
-    if (draws) {
-      const int next = stride + drawn;
-      published.publish(next);
-      drawn = p.next_tile != nullptr ? atomicAdd(p.next_tile, 1) : next;
-    }
-    w = taken.template take<(LoadA::kThreads >= 32)>();
+    // In ping-pong a consumer asks for the tile after the next.
+    if constexpr (Kernel::kPingPong) publish();
     const int k_tiles = schedule.k_tiles(work);
+    // Numbers are drawn late: neighbours share operands only where they run at the same time. But the answer
+    // takes its time.
+    const int draw_at = max(k_tiles - 3, 0);
     load_a.begin(work);
     for (int k = 0; k < k_tiles; ++k, ring.next()) {
       const std::uint32_t tile_a = base + ring.stage * Layout::kStageBytes;
@@ -130,7 +134,10 @@ __device__ __forceinline__ void produce(const Parameters& p, std::uint32_t base)
       }
       load_a.issue(work, k, tile_a, full);
       if constexpr (LoadA::kGathers) arrive_after_copies(full);
+      if (k == draw_at) draw();
     }
+    if constexpr (!Kernel::kPingPong) publish();
+    w = taken.template take<(LoadA::kThreads >= 32)>();
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include "cuda/hopper/hopper.hpp"
 #include "cuda/hopper/parameters.hpp"
+#include "cuda/hopper/plan.hpp"
 #include "moestro/dispatch.hpp"
 #include "moestro/status.hpp"
 #include "moestro/tensor.hpp"
@@ -43,11 +44,13 @@ Status launch(const char* name, KernelPointer kernel, int shared_bytes, Paramete
               std::int64_t max_count, const Context& ctx, cudaStream_t stream, int threads = 384);
 
 /// The tile table's part of the parameters; `n_tiles` tiles along N.
-inline void set_row_tiles(const Index& index, std::int64_t n_tiles, int raster, Parameters* p) {
+inline void set_row_tiles(const Index& index, std::int64_t n_tiles, const Walk& walk, Parameters* p) {
   p->tiles = reinterpret_cast<const int4*>(index.tiles);
   p->num_tiles = index.num_tiles;
+  p->offsets = index.expert_token_offsets;
   p->n_tiles = static_cast<int>(n_tiles);
-  p->raster = raster;
+  p->raster = walk.raster;
+  p->by_expert = walk.by_expert;
 }
 
 }  // namespace moestro::cuda::hopper

@@ -48,6 +48,7 @@ struct Parameters {
   int n_tiles;
   int* next_tile;  ///< 0 at the start: tiles drawn; null: every gridDim.x-th tile is a block's
   int raster;      ///< tiles along M that are walked before the next along N
+  bool by_expert;  ///< row tiles: no band crosses from one expert to the next
   int k_tiles;     ///< of every tile, except in weight gradients
   int k_tiles_of_plane;
   int slabs_of_plane;  ///< weight gradients: 64-column slabs in one plane of dH or A'

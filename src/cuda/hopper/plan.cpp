@@ -5,19 +5,28 @@
 
 namespace moestro::cuda::hopper {
 namespace {
-std::atomic<int> forced_tile{-1};
 std::atomic<int> forced_weight_tile{-1};
+std::atomic<int> forced_rows_tile{-1};
 std::atomic<int> forced_raster{-1};
+std::atomic<int> forced_by_expert{-1};
+
+Walk forced_or(const Walk& rule) {
+  const int by_expert = forced_by_expert;
+  return {plan_raster(rule.raster), by_expert >= 0 ? by_expert != 0 : rule.by_expert};
+}
 }  // namespace
 
 void force_rows_tile(int tile) {
-  forced_tile = tile;
+  forced_rows_tile = tile;
 }
 void force_weight_tile(int tile) {
   forced_weight_tile = tile;
 }
 void force_raster(int raster) {
   forced_raster = raster;
+}
+void force_by_expert(int by_expert) {
+  forced_by_expert = by_expert;
 }
 
 int plan_raster(int rule) {
@@ -31,8 +40,14 @@ Plan plan_rows(std::int64_t k, std::int64_t cols) {
   // bench/results/hopper_kernels.jsonl.
   const bool cooperative = k >= 4096 || (k >= 2048 && cols % 192 != 0);
   const RowsTile rule = cooperative ? RowsTile::kCooperative256 : RowsTile::kPingPong192;
-  const int tile = forced_tile;
-  return {tile >= 0 && tile < kNumRowsTiles ? static_cast<RowsTile>(tile) : rule, plan_raster(8)};
+  const int tile = forced_rows_tile;
+  return {tile >= 0 && tile < kNumRowsTiles ? static_cast<RowsTile>(tile) : rule, forced_or({8, false})};
+}
+
+Walk plan_up(std::int64_t k) {
+  // Expert by expert an expert's weight is read from memory once, but bands are shorter and finding a tile
+  // takes longer: it pays where d is large (docs/benchmarking.md).
+  return forced_or({8, k >= 4096});
 }
 
 WeightTile plan_weight(std::int64_t num_experts, std::int64_t routed, std::int64_t gathered,

@@ -5,6 +5,12 @@
 
 namespace moestro::cuda::hopper {
 
+/// In which order tiles of routed rows are drawn.
+struct Walk {
+  int raster;      ///< tiles along M in a band
+  bool by_expert;  ///< no band crosses from one expert to the next
+};
+
 /// Tile of a product whose output has one row a routed row (down's forward, up's backward).
 enum class RowsTile : std::uint8_t {
   kPingPong128,     ///< 128 x 128, a consumer warpgroup a tile
@@ -15,11 +21,14 @@ constexpr int kNumRowsTiles = 3;
 
 struct Plan {
   RowsTile rows_tile;
-  int raster;  ///< tiles along M in a band
+  Walk walk;
 };
 
 /// `k` is the length of the sum, `cols` the width of the output.
 Plan plan_rows(std::int64_t k, std::int64_t cols);
+
+/// The walk of up's forward; `k` is d.
+Walk plan_up(std::int64_t k);
 
 /// Tile of a weight's gradient: columns of dH or A' x columns of x or dY.
 enum class WeightTile : std::uint8_t { k256x192, k128x256 };
@@ -29,11 +38,11 @@ constexpr int kNumWeightTiles = 2;
 WeightTile plan_weight(std::int64_t num_experts, std::int64_t routed, std::int64_t gathered,
                        int multiprocessors);
 
+/// For tests and measurements: what the rules return instead of their answer; -1 gives the rule back.
 void force_weight_tile(int tile);
-
-/// For tests and measurements: what plan_rows returns instead of its rule's answer; -1 gives the rule back.
 void force_rows_tile(int tile);
 void force_raster(int raster);
+void force_by_expert(int by_expert);
 /// The raster of the other kernels: `rule`, unless one is forced.
 int plan_raster(int rule);
 

@@ -31,13 +31,13 @@ struct RowsKernel {
 /// Fills in what depends on the tile, and launches. `weight_box_rows(tile_n)` gives the box of operand B.
 template <class Element, template <int> class LoadB, RowsTile kTile>
 Status launch_rows_tile(const char* name, Parameters& p, const TensorView& weight, int planes,
-                        GateLayout layout, std::int64_t num_slots, const Index& index, int raster,
+                        GateLayout layout, std::int64_t num_slots, const Index& index, const Walk& walk,
                         const Context& ctx, cudaStream_t stream) {
   using Kernel = RowsKernel<Element, LoadB, kTile>;
   constexpr bool kAlongK = Kernel::LoadB::kMajor == Major::kK;
   MOESTRO_RETURN_IF_ERROR(
       make_weight_map(name, weight, planes, layout, 1, kAlongK ? Kernel::kN / 2 : 64, &p.b));
-  set_row_tiles(index, ceil_div(p.cols, Kernel::kN), raster, &p);
+  set_row_tiles(index, ceil_div(p.cols, Kernel::kN), walk, &p);
   const std::int64_t count = max_tiles(num_slots, weight.extent[0]) * p.n_tiles;
   return launch(name, expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, ctx, stream);
 }
@@ -48,7 +48,7 @@ Status launch_rows(const char* name, Parameters& p, const TensorView& weight, in
                    cudaStream_t stream) {
   const auto run = [&]<RowsTile kTile>() {
     return launch_rows_tile<Element, LoadB, kTile>(name, p, weight, planes, layout, num_slots, index,
-                                                   plan.raster, ctx, stream);
+                                                   plan.walk, ctx, stream);
   };
   switch (plan.rows_tile) {
     case RowsTile::kPingPong128: return run.template operator()<RowsTile::kPingPong128>();

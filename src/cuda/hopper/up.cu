@@ -64,10 +64,9 @@ Status up_forward(const UpForwardArgs& args, const Context& ctx, cudaStream_t st
   const int planes = static_cast<int>(h_width_factor(args.activation.kind));
   const std::int64_t d = args.w_up.extent[2];
   const std::int64_t n = args.w_up.extent[1] / planes;
-  const int tile_cols = 256 / planes;
 
   Parameters p{};
-  set_row_tiles(args.index, ceil_div(n, tile_cols), plan_raster(8), &p);
+  set_row_tiles(args.index, ceil_div(n, 256 / planes), plan_up(d), &p);
   p.source = args.x.data;
   p.source_stride = args.x.stride[0];
   p.source_cols = static_cast<int>(d);
@@ -85,10 +84,10 @@ Status up_forward(const UpForwardArgs& args, const Context& ctx, cudaStream_t st
     p.bias_step = interleaved ? 2 : 1;
     p.bias_up = interleaved ? 1 : static_cast<int>(n);
   }
-  MOESTRO_RETURN_IF_ERROR(
-      make_weight_map("up_forward: w_up", args.w_up, planes, args.gate_layout, 1, 128, &p.b));
   MOESTRO_RETURN_IF_ERROR(make_rows_output("up_forward: h", args.h, planes, &p.rows_out));
   MOESTRO_RETURN_IF_ERROR(make_rows_output("up_forward: a", args.a, 1, &p.rows_out_a));
+  MOESTRO_RETURN_IF_ERROR(
+      make_weight_map("up_forward: w_up", args.w_up, planes, args.gate_layout, 1, 128, &p.b));
 
   const std::int64_t count = max_tiles(num_slots, args.w_up.extent[0]) * p.n_tiles;
   return args.x.dtype == DType::kBF16 ? launch_up<__nv_bfloat16>(p, count, ctx, stream)

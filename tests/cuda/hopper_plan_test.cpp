@@ -1,0 +1,156 @@
+/// Plans of the Hopper kernels: the rules and the order of tiles, which need no GPU, and each plan forced
+/// once, which does.
+#include "cuda/hopper/plan.hpp"
+
+#include <gtest/gtest.h>
+
+#include <set>
+#include <utility>
+
+#include "cuda/hopper/hopper.hpp"
+#include "cuda/hopper/tile_walk.hpp"
+#include "moestro/backend.hpp"
+#include "support/backend_suite.hpp"
+
+namespace moestro::test {
+namespace {
+
+namespace hopper = cuda::hopper;
+
+/// Gives the rules back at the end of a test.
+struct Forced {
+  ~Forced() {
+    hopper::force_rows_tile(-1);
+    hopper::force_raster(-1);
+    hopper::force_by_expert(-1);
+  }
+};
+
+TEST(CudaPlanTest, HopperRowsTileFollowsTheSumsLength) {
+  using hopper::plan_rows;
+  using hopper::RowsTile;
+  // The cooperative tile hides its epilogue under a long sum, the more so where 192 does not divide the
+  // width.
+  EXPECT_EQ(plan_rows(256, 1536).rows_tile, RowsTile::kPingPong192);
+  EXPECT_EQ(plan_rows(1024, 2048).rows_tile, RowsTile::kPingPong192);
+  EXPECT_EQ(plan_rows(2048, 1536).rows_tile, RowsTile::kPingPong192);
+  EXPECT_EQ(plan_rows(2048, 4096).rows_tile, RowsTile::kCooperative256);
+  EXPECT_EQ(plan_rows(4096, 1536).rows_tile, RowsTile::kCooperative256);
+}
+
+TEST(CudaPlanTest, HopperPlansCanBeForced) {
+  const Forced forced;
+  const hopper::Plan rule = hopper::plan_rows(512, 2048);
+  for (int tile = 0; tile < hopper::kNumRowsTiles; ++tile) {
+    hopper::force_rows_tile(tile);
+    EXPECT_EQ(static_cast<int>(hopper::plan_rows(512, 2048).rows_tile), tile);
+  }
+  hopper::force_rows_tile(-1);
+  EXPECT_EQ(hopper::plan_rows(512, 2048).rows_tile, rule.rows_tile);
+  hopper::force_raster(3);
+  EXPECT_EQ(hopper::plan_rows(512, 2048).walk.raster, 3);
+  EXPECT_EQ(hopper::plan_raster(8), 3);
+  EXPECT_EQ(hopper::plan_up(512).raster, 3);
+  hopper::force_raster(-1);
+  EXPECT_EQ(hopper::plan_rows(512, 2048).walk.raster, rule.walk.raster);
+  EXPECT_EQ(hopper::plan_raster(8), 8);
+}
+
+TEST(CudaPlanTest, UpWalksExpertByExpertWhereDIsLarge) {
+  const Forced forced;
+  EXPECT_FALSE(hopper::plan_up(2048).by_expert);
+  EXPECT_TRUE(hopper::plan_up(7168).by_expert);
+  for (const bool by_expert : {false, true}) {
+    hopper::force_by_expert(by_expert ? 1 : 0);
+    EXPECT_EQ(hopper::plan_up(2048).by_expert, by_expert);
+    EXPECT_EQ(hopper::plan_rows(2048, 1000).walk.by_expert, by_expert);
+  }
+}
+
+TEST(CudaPlanTest, RasterVisitsEveryTileOnceAndFillsBandsAlongM) {
+  for (int m_tiles = 1; m_tiles <= 19; ++m_tiles) {
+    for (int n_tiles = 1; n_tiles <= 5; ++n_tiles) {
+      for (const int raster : {1, 2, 3, 8, 64}) {
+        std::set<std::pair<int, int>> seen;
+        int last_band = 0;
+        for (int i = 0; i < m_tiles * n_tiles; ++i) {
+          int m = -1;
+          int n = -1;
+          hopper::raster_tile(i, m_tiles, n_tiles, raster, &m, &n);
+          ASSERT_TRUE(m >= 0 && m < m_tiles && n >= 0 && n < n_tiles);
+          ASSERT_TRUE(seen.insert({m, n}).second);
+          ASSERT_GE(m / raster, last_band);
+          last_band = m / raster;
+          if (i < raster && i < m_tiles) {
+            ASSERT_EQ(n, 0);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(CudaPlanTest, ExpertsAreWalkedTileByTile) {
+  for (int m_tiles = 1; m_tiles <= 19; ++m_tiles) {
+    for (const int n_tiles : {1, 2, 4, 6, 11}) {
+      for (const int raster : {1, 2, 8}) {
+        std::set<std::pair<int, int>> seen;
+        for (int i = 0; i < m_tiles * n_tiles; ++i) {
+          int m = -1;
+          int n = -1;
+          hopper::expert_tile(i, m_tiles, n_tiles, raster, &m, &n);
+          ASSERT_TRUE(m >= 0 && m < m_tiles && n >= 0 && n < n_tiles);
+          ASSERT_TRUE(seen.insert({m, n}).second);
+        }
+      }
+    }
+  }
+}
+
+TEST(CudaPlanTest, BandsAreEven) {
+  EXPECT_EQ(hopper::even_raster(10, 8), 5);
+  EXPECT_EQ(hopper::even_raster(8, 8), 8);
+  EXPECT_EQ(hopper::even_raster(17, 8), 6);
+  EXPECT_EQ(hopper::even_raster(1, 8), 1);
+}
+
+// The sums run in the same order in every plan, so that plans are chosen by time alone.
+TEST(HopperForcedPlanTest, EveryPlanGivesTheSameBits) {
+  const BackendUnderTest cuda{"cuda", BackendId::kCUDA, KernelPath::kHopper, cuda_device()};
+  if (find_backend(BackendId::kCUDA) == nullptr || cuda.device == nullptr) GTEST_SKIP() << "no CUDA device";
+  const Shape shapes[] = {{700, 200, 136, 9, 3}, {300, 320, 192, 64, 4}, {5, 64, 64, 4, 2}};
+  for (const Shape& shape : shapes) {
+    for (const DType dtype : {DType::kBF16, DType::kF16}) {
+      LayerConfig config;
+      config.dtype = dtype;
+      const LayerProblem problem = random_problem(7400, shape, config, {.kind = RoutingKind::kZipf});
+      if (const char* reason = hopper::refusal(problem.config, 0)) GTEST_SKIP() << reason;
+      SCOPED_TRACE(describe(problem.config));
+      const Forced forced;
+      LayerRun run(cuda, problem);
+      const std::vector<unsigned char> expected = (run.run(), run.output_bytes());
+      const auto check = [&](const char* what, int value) {
+        run.poison_workspaces();
+        run.run();
+        EXPECT_EQ(run.output_bytes(), expected) << what << ' ' << value;
+      };
+      for (int tile = 0; tile < hopper::kNumRowsTiles; ++tile) {
+        hopper::force_rows_tile(tile);
+        check("rows tile", tile);
+      }
+      hopper::force_rows_tile(-1);
+      for (const int by_expert : {0, 1}) {
+        hopper::force_by_expert(by_expert);
+        check("by expert", by_expert);
+      }
+      hopper::force_by_expert(-1);
+      for (const int raster : {1, 3, 64}) {
+        hopper::force_raster(raster);
+        check("raster", raster);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace moestro::test
