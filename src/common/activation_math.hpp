@@ -42,7 +42,13 @@ MOESTRO_HOST_DEVICE Real error_function(Real x) {
 template <typename Real>
 MOESTRO_HOST_DEVICE Real sigmoid(Real x) {
 #if defined(__CUDA_ARCH__)
-  if constexpr (sizeof(Real) == 4) return __fdividef(1.0F, 1.0F + __expf(-x));
+  if constexpr (sizeof(Real) == 4) {  // denormals may be 0 here, and then need no code of their own
+    float power;
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634F));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0F + power));
+    return result;
+  }
 #endif
   return Real(1) / (Real(1) + exponential(-x));
 }
