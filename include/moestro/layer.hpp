@@ -20,8 +20,8 @@ struct GradRequest {
   bool weights = true;
   bool w_up = true;
   bool w_down = true;
-  bool b_up = true;    ///< ignored without b_up
-  bool b_down = true;  ///< ignored without b_down
+  bool b_up = true;            ///< ignored without b_up
+  bool b_down = true;          ///< ignored without b_down
   bool consume_saved = false;  ///< as in LayerBackwardArgs: no gradient, but less workspace
 };
 
