@@ -176,13 +176,16 @@ Tensor empty_weight_gradient(const Tensor& weight) {
 /// Positions of the mask.
 enum Gradient : std::size_t { kX, kWeights, kWUp, kWDown, kBUp, kBDown, kNumGradients };
 
-std::vector<Tensor> run_backward(bool consume_saved, const Tensor& d_y, const Tensor& saved, const Tensor& x,
-                                 const Tensor& weights, const Tensor& w_up, const Tensor& w_down,
-                                 const OptionalTensor& b_up, const OptionalTensor& b_down,
-                                 const OptionalTensor& token_offsets, std::string_view activation,
-                                 double limit, double alpha, std::string_view gate_layout,
-                                 std::string_view weight_position, std::string_view save,
-                                 std::array<bool, kNumGradients> mask) {
+/// With kConsumeSaved dH takes the place of H in `saved`, which is lost: for a graph that is gone through
+/// once.
+template <bool kConsumeSaved>
+std::vector<Tensor> experts_backward(const Tensor& d_y, const Tensor& saved, const Tensor& x,
+                                     const Tensor& weights, const Tensor& w_up, const Tensor& w_down,
+                                     const OptionalTensor& b_up, const OptionalTensor& b_down,
+                                     const OptionalTensor& token_offsets, std::string_view activation,
+                                     double limit, double alpha, std::string_view gate_layout,
+                                     std::string_view weight_position, std::string_view save,
+                                     std::array<bool, kNumGradients> mask) {
   const char* op = "experts_backward";
   const c10::OptionalDeviceGuard guard(x.device());
   const Options options = parse_options(op, activation, limit, alpha, gate_layout, weight_position, save);
@@ -222,7 +225,7 @@ std::vector<Tensor> run_backward(bool consume_saved, const Tensor& d_y, const Te
   args.b_down = view(b_down, op, "b_down");
   args.saved = aligned_saved.data_ptr();
   args.saved_bytes = static_cast<std::size_t>(saved.numel());
-  args.consume_saved = consume_saved;
+  args.consume_saved = kConsumeSaved;
   args.d_x = grad_view(kX, "d_x");
   args.d_weights = grad_view(kWeights, "d_weights");
   args.d_w_up = grad_view(kWUp, "d_w_up");
@@ -238,7 +241,7 @@ std::vector<Tensor> run_backward(bool consume_saved, const Tensor& d_y, const Te
   request.w_down = mask[kWDown];
   request.b_up = mask[kBUp];
   request.b_down = mask[kBDown];
-  request.consume_saved = consume_saved;
+  request.consume_saved = kConsumeSaved;
   const Workspace workspace(layer_bytes(in.config, context, request).backward_workspace, x.device(),
                             &context);
   check(layer_backward(in.config, args, context));
@@ -249,29 +252,6 @@ std::vector<Tensor> run_backward(bool consume_saved, const Tensor& d_y, const Te
     if (mask[i]) result.push_back(std::move(grads[i]));
   }
   return result;
-}
-
-std::vector<Tensor> experts_backward(const Tensor& d_y, const Tensor& saved, const Tensor& x,
-                                     const Tensor& weights, const Tensor& w_up, const Tensor& w_down,
-                                     const OptionalTensor& b_up, const OptionalTensor& b_down,
-                                     const OptionalTensor& token_offsets, std::string_view activation,
-                                     double limit, double alpha, std::string_view gate_layout,
-                                     std::string_view weight_position, std::string_view save,
-                                     std::array<bool, kNumGradients> mask) {
-  return run_backward(false, d_y, saved, x, weights, w_up, w_down, b_up, b_down, token_offsets, activation,
-                      limit, alpha, gate_layout, weight_position, save, mask);
-}
-
-/// The same, with dH in the place of H in `saved`, which is lost: for a graph that is gone through once.
-std::vector<Tensor> experts_backward_(const Tensor& d_y, const Tensor& saved, const Tensor& x,
-                                      const Tensor& weights, const Tensor& w_up, const Tensor& w_down,
-                                      const OptionalTensor& b_up, const OptionalTensor& b_down,
-                                      const OptionalTensor& token_offsets, std::string_view activation,
-                                      double limit, double alpha, std::string_view gate_layout,
-                                      std::string_view weight_position, std::string_view save,
-                                      std::array<bool, kNumGradients> mask) {
-  return run_backward(true, d_y, saved, x, weights, w_up, w_down, b_up, b_down, token_offsets, activation,
-                      limit, alpha, gate_layout, weight_position, save, mask);
 }
 
 template <typename Function>
@@ -288,12 +268,12 @@ const auto& experts_forward_operator() {
   return handle;
 }
 const auto& experts_backward_operator() {
-  static const auto handle = operator_handle<decltype(experts_backward)>("moestro::experts_backward");
+  static const auto handle = operator_handle<decltype(experts_backward<false>)>("moestro::experts_backward");
   return handle;
 }
 
 const auto& experts_backward_in_place_operator() {
-  static const auto handle = operator_handle<decltype(experts_backward_)>("moestro::experts_backward_");
+  static const auto handle = operator_handle<decltype(experts_backward<true>)>("moestro::experts_backward_");
   return handle;
 }
 
@@ -522,14 +502,14 @@ TORCH_LIBRARY_FRAGMENT(moestro, library) {
 TORCH_LIBRARY_IMPL(moestro, CPU, library) {
   library.impl("experts", &experts);
   library.impl("experts_forward", &experts_forward);
-  library.impl("experts_backward", &experts_backward);
-  library.impl("experts_backward_", &experts_backward_);
+  library.impl("experts_backward", &experts_backward<false>);
+  library.impl("experts_backward_", &experts_backward<true>);
 }
 TORCH_LIBRARY_IMPL(moestro, CUDA, library) {
   library.impl("experts", &experts);
   library.impl("experts_forward", &experts_forward);
-  library.impl("experts_backward", &experts_backward);
-  library.impl("experts_backward_", &experts_backward_);
+  library.impl("experts_backward", &experts_backward<false>);
+  library.impl("experts_backward_", &experts_backward<true>);
 }
 TORCH_LIBRARY_IMPL(moestro, Autograd, library) {
   library.impl("experts", &experts_autograd);
