@@ -49,20 +49,41 @@ def _without_autocast(device_type: str) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
+    return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16
+
+
 class _Logits(torch.autograd.Function):
-    """float32 logits of a lower-precision x: the float32 copy of x lives inside the call only."""
+    """float32 logits of a lower-precision x: a float32 copy of x lives inside the call only, or nowhere.
+
+    Products of bfloat16 numbers are exact in float32, so that on CUDA the tensor cores give the same: x and weight as
+    they are, summed in float32. Going back, dlogits is its rounding to bfloat16 and the rounded rest beside it, 16
+    bits together, where the gradients keep 8.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
+        if _on_tensor_cores(x, weight):
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
         return x.float() @ weight.float().t()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        d_x = (d_logits @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
-        d_weight = (d_logits.t() @ x.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        needs_x, needs_weight = ctx.needs_input_grad
+        if _on_tensor_cores(x, weight):
+            high = d_logits.bfloat16()
+            parts = torch.cat((high, (d_logits - high).bfloat16()), 1)  # [T, 2E]
+            d_x = parts @ torch.cat((weight, weight)) if needs_x else None
+            d_weight = None
+            if needs_weight:
+                both = torch.mm(parts.t(), x, out_dtype=torch.float32)
+                d_weight = both.unflatten(0, (2, -1)).sum(0).to(weight.dtype)
+            return d_x, d_weight
+        d_x = (d_logits @ weight.float()).to(x.dtype) if needs_x else None
+        d_weight = (d_logits.t() @ x.float()).to(weight.dtype) if needs_weight else None
         return d_x, d_weight
 
 

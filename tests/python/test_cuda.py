@@ -137,6 +137,30 @@ def test_autocast_and_checkpointing_together(save: str) -> None:
         assert a.dtype == torch.float32 and torch.equal(a, b)
 
 
+@pytest.mark.unpoisoned
+def test_bfloat16_router_has_float32_logits() -> None:
+    """Logits and their gradients against float64: no more error than float32 products and one rounding."""
+    router = moestro.Router(512, 64, 4, dtype=torch.bfloat16, device=DEVICE)
+    x = torch.randn(333, 512, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    d_logits = torch.randn(333, 64, device=DEVICE) * torch.logspace(-6, 2, 64, device=DEVICE)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    logits = router.logits(x)
+    assert torch.cuda.max_memory_allocated() - before < 2 * logits.nbytes + 2**20 * 40  # cuBLAS's workspace
+    got = torch.autograd.grad(logits, [x, router.weight], d_logits)
+    wide_x, wide_weight = x.double(), router.weight.double()
+    exact = wide_x @ wide_weight.t()
+    assert logits.dtype == torch.float32
+    assert (logits - exact).abs().max() < 4e-6 * exact.abs().max()
+    for grad, want in zip(
+        got, (d_logits.double() @ wide_weight, d_logits.double().t() @ wide_x), strict=True
+    ):
+        assert grad.dtype == torch.bfloat16
+        # Half a unit of bfloat16's last place, and what 16 bits of dlogits leave out.
+        scale = want.abs() + 1e-3 * want.abs().amax(-1, keepdim=True)
+        assert ((grad - want).abs() / scale).max() < 2**-8 * 1.05
+
+
 def test_float64_is_refused() -> None:
     layer = make_layer(dtype=torch.float32).leaves(torch.float64)
     with pytest.raises(NotImplementedError, match="f64"):
