@@ -271,8 +271,7 @@ __device__ void count_slots(const DispatchParams& p, const Shared& shared, bool 
 }
 
 /// column_base and column_total from all blocks' counts. Threads read pairs of columns; where columns are
-/// fewer than threads, several threads share a pair and each takes a range of rows. Blocks begin at different
-/// rows: one line that all SMs ask for at once is served to one after the other.
+/// fewer than threads, several threads share a pair and each takes a range of rows.
 template <typename Count>
 __device__ void read_histogram(const DispatchParams& p, const Shared& shared) {
   struct alignas(2 * sizeof(Count)) Pair {
@@ -291,29 +290,23 @@ __device__ void read_histogram(const DispatchParams& p, const Shared& shared) {
     int4 sum = make_int4(0, 0, 0, 0);
     if (pair < pairs && range < p.ranges) {
       const auto* column = static_cast<const Pair*>(p.histogram) + pair;
-      const int begin = range * p.rows_of_range;
-      const int count = min(num_blocks - begin, p.rows_of_range);
-      int row = here % p.rows_of_range;
-      constexpr int kInFlight = 8;
+      const int end = min(num_blocks, (range + 1) * p.rows_of_range);
+      constexpr int kInFlight = sizeof(Count) == 2 ? 12 : 6;
 #pragma unroll 1
-      for (int done = 0; done < count; done += kInFlight) {
-        Pair counts[kInFlight];
-        int block[kInFlight];
+      for (int first = range * p.rows_of_range; first < end; first += kInFlight) {
+        Pair count[kInFlight];
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
-          if (row >= count) row = 0;
-          block[i] = begin + row++;
-          counts[i] = Pair{0, 0};
-          if (done + i < count) counts[i] = column[static_cast<std::int64_t>(block[i]) * pairs];
+          if (first + i < end) count[i] = column[static_cast<std::int64_t>(first + i) * pairs];
         }
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
-          const auto low = static_cast<std::int32_t>(counts[i].low);
-          const auto high = static_cast<std::int32_t>(counts[i].high);
-          sum.x += block[i] < here ? low : 0;
-          sum.y += block[i] < here ? high : 0;
-          sum.z += low;
-          sum.w += high;
+          const int b = first + i;
+          if (b >= end) break;
+          sum.x += b < here ? static_cast<std::int32_t>(count[i].low) : 0;
+          sum.y += b < here ? static_cast<std::int32_t>(count[i].high) : 0;
+          sum.z += static_cast<std::int32_t>(count[i].low);
+          sum.w += static_cast<std::int32_t>(count[i].high);
         }
       }
     }
