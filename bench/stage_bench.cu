@@ -152,6 +152,10 @@ void bench_router_and_dispatch(Bench& bench, bool router, bool dispatch) {
     if (router) {
       bench.report("router_forward", name,
                    bench.time(20, 20, [&] { return router_forward(forward, bench.ctx); }), 0, 0);
+      moestro::RouterForwardArgs renormalized = forward;
+      renormalized.config.weight_kind = moestro::WeightKind::kRenormalized;
+      bench.report("router_forward,renormalized", name,
+                   bench.time(20, 20, [&] { return router_forward(renormalized, bench.ctx); }), 0, 0);
       moestro::RouterBackwardArgs backward;
       backward.logits = forward.logits;
       backward.expert_ids = forward.expert_ids;
