@@ -11,7 +11,7 @@
 /// A' = A; db2 sums dY unweighted.
 ///
 /// Source    SonicMoE, arXiv 2512.14080, section 3 (dS and dH without Y).
-/// Numerics  as up.hpp; dS is summed in f32 in a fixed order.
+/// Numerics  as up.hpp; dS is summed in f32 in a fixed order. A kernel may round g to the dtype of d_y.
 /// Cost      2*R*d*n flop each.
 #pragma once
 

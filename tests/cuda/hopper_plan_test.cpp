@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <set>
+#include <string>
 #include <utility>
 
 #include "cuda/hopper/hopper.hpp"
@@ -21,6 +22,7 @@ namespace hopper = cuda::hopper;
 struct Forced {
   ~Forced() {
     hopper::force_rows_tile(-1);
+    hopper::force_down_backward_tile(-1);
     hopper::force_raster(-1);
     hopper::force_by_expert(-1);
   }
@@ -54,6 +56,23 @@ TEST(CudaPlanTest, HopperPlansCanBeForced) {
   hopper::force_raster(-1);
   EXPECT_EQ(hopper::plan_rows(512, 2048).walk.raster, rule.walk.raster);
   EXPECT_EQ(hopper::plan_raster(8), 8);
+}
+
+TEST(CudaPlanTest, HopperDownBackwardTileFollowsTheSumsLength) {
+  using hopper::DownBackwardTile;
+  const Forced forced;
+  const auto tile = [](std::int64_t d, std::int64_t n) { return hopper::plan_down_backward(d, n).tile; };
+  EXPECT_EQ(tile(512, 2048), DownBackwardTile::kPingPong128);  // the finisher takes longer than the product
+  EXPECT_EQ(tile(1536, 256), DownBackwardTile::kFinisher256);
+  EXPECT_EQ(tile(2048, 1408), DownBackwardTile::kFinisher256);  // half of the sixth tile is empty
+  EXPECT_EQ(tile(2048, 128), DownBackwardTile::kPingPong128);   // half of the only one would be
+  EXPECT_EQ(tile(2048, 640), DownBackwardTile::kPingPong128);
+  for (int forced_tile = 0; forced_tile < hopper::kNumDownBackwardTiles; ++forced_tile) {
+    hopper::force_down_backward_tile(forced_tile);
+    EXPECT_EQ(static_cast<int>(tile(512, 2048)), forced_tile);
+  }
+  hopper::force_raster(3);
+  EXPECT_EQ(hopper::plan_down_backward(512, 2048).walk.raster, 3);
 }
 
 TEST(CudaPlanTest, UpWalksExpertByExpertWhereDIsLarge) {
@@ -147,6 +166,32 @@ TEST(HopperForcedPlanTest, EveryPlanGivesTheSameBits) {
       for (const int raster : {1, 3, 64}) {
         hopper::force_raster(raster);
         check("raster", raster);
+      }
+    }
+  }
+}
+
+// The wide tile of down's backward rounds g, so its bits are its own: each tile is held to the truth.
+TEST(HopperForcedPlanTest, EveryTileOfDownBackwardIsRight) {
+  const BackendUnderTest cuda{"cuda", BackendId::kCUDA, KernelPath::kHopper, cuda_device()};
+  if (find_backend(BackendId::kCUDA) == nullptr || cuda.device == nullptr) GTEST_SKIP() << "no CUDA device";
+  const Shape shapes[] = {{700, 200, 136, 9, 3}, {300, 320, 264, 16, 4}, {5, 64, 64, 4, 2}};
+  for (const Shape& shape : shapes) {
+    for (const ActivationKind kind :
+         {ActivationKind::kSwiGLU, ActivationKind::kSiLU, ActivationKind::kGeGLU}) {
+      for (const DType dtype : {DType::kBF16, DType::kF16}) {
+        LayerConfig config;
+        config.dtype = dtype;
+        config.activation.kind = kind;
+        config.has_b_down = kind == ActivationKind::kGeGLU;
+        const LayerProblem problem = random_problem(7500, shape, config, {.kind = RoutingKind::kZipf});
+        if (const char* reason = hopper::refusal(problem.config, 0)) GTEST_SKIP() << reason;
+        const Forced forced;
+        for (int tile = 0; tile < hopper::kNumDownBackwardTiles; ++tile) {
+          SCOPED_TRACE(describe(problem.config) + ", tile " + std::to_string(tile));
+          hopper::force_down_backward_tile(tile);
+          expect_near_truth(run_layer(cuda, problem), problem, dtype);
+        }
       }
     }
   }

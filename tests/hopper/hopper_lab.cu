@@ -6,9 +6,8 @@
 ///   hopper_lab sweep SHAPE...   as bench, with every tile and raster
 ///   hopper_lab time SHAPE...    as bench, unchecked
 ///   hopper_lab weights SHAPE... check and time the weights' gradients alone
-///   hopper_lab turns SHAPE...   plans of up, down and dX~ in turns with cuBLAS on a warm card, with its
-///   clock;
-///                               MOESTRO_LAB_KERNELS=up,down,up_backward, MOESTRO_LAB_ROUNDS,
+///   hopper_lab turns SHAPE...   plans in turns with cuBLAS on a warm card, with its clock;
+///                               MOESTRO_LAB_KERNELS=up,down,down_backward,up_backward, MOESTRO_LAB_ROUNDS,
 ///                               MOESTRO_LAB_TURN_MS
 ///   hopper_lab profile SHAPE... each kernel once, for a profiler
 #include <cuda_bf16.h>
@@ -209,6 +208,8 @@ __device__ inline double warp_sum(double value) {
 }
 
 static int failures = 0;
+
+static const char* const kDownBackwardTiles[] = {"128 pp", "256 finisher"};
 
 template <class F>
 static void compare(const char* what, int64_t samples, double tolerance, F f) {
@@ -722,10 +723,11 @@ struct Problem {
     const auto* pds = d_weights.as<float>();
     const int64_t slots = S;
     const int64_t few = std::min<int64_t>(slots, 2048);
+    const double scale = 1 / std::sqrt(static_cast<double>(d));  // to about 1
     compare("down backward d_weights", few, kTolerance, [=] __device__(int64_t i, double& ref, double& out) {
       const int64_t slot = i * (slots / few);
       const int row = ix.token_index_map[slot];
-      out = pds[slot];
+      out = pds[slot] * scale;
       ref = 0;
       if (row < 0) return;
       const int e = expert_of(ix.expert_token_offsets, static_cast<int>(E), row);
@@ -743,7 +745,7 @@ struct Problem {
         for (int64_t k = threadIdx.x % 32; k < d; k += 32)
           sum += double(float(dy[k])) * double(float(pb[e * d + k]));
       }
-      ref = warp_sum(sum);
+      ref = warp_sum(sum) * scale;
     });
     expect_untouched("down backward d_h", d_h, size(R, W));
     expect_untouched("down backward a_scaled", a_scaled, size(R, s.n));
@@ -874,20 +876,22 @@ struct Problem {
     }
     hopper::force_rows_tile(-1);
     if (!o.before) {
-      for (int repeat = 0; repeat < 2; ++repeat) {
+      for (int run = 0; run < 2 * hopper::kNumDownBackwardTiles; ++run) {  // each tile twice
         static unsigned long long first[3];
+        hopper::force_down_backward_tile(run / 2);
         d_h.poison();
         a_scaled.poison();
         d_weights.poison();
         check_status(hopper::down_backward(down_backward_args(), ctx, nullptr));
-        if (repeat == 0) check_down_backward();
+        if (run % 2 == 0) check_down_backward();
         const unsigned long long now[3] = {hash_of(d_h), hash_of(a_scaled), hash_of(d_weights)};
-        if (repeat == 1 && std::memcmp(first, now, sizeof now) != 0) {
+        if (run % 2 == 1 && std::memcmp(first, now, sizeof now) != 0) {
           ++failures;
           std::printf("    FAILED: down backward is not reproducible\n");
         }
         std::memcpy(first, now, sizeof now);
       }
+      hopper::force_down_backward_tile(-1);
       for (int tile = 0; tile < hopper::kNumRowsTiles; ++tile) {
         hopper::force_rows_tile(tile);
         d_x.poison();
@@ -1008,9 +1012,11 @@ struct Problem {
       return value == nullptr ? otherwise : std::atof(value);
     };
     const char* kernels = std::getenv("MOESTRO_LAB_KERNELS");
+    const std::string list_of_kernels =
+        std::string(",").append(kernels != nullptr ? kernels : "").append(",");
     const auto wants = [&](const char* kernel) {
       return kernels == nullptr ||
-             ("," + std::string(kernels) + ",").find("," + std::string(kernel) + ",") != std::string::npos;
+             list_of_kernels.find(std::string(",").append(kernel).append(",")) != std::string::npos;
     };
     const int type = kBf16 ? 14 : 2;
     fill(y.as<Element>(), S * s.d, 9, 1.0F);  // stands for gathered rows
@@ -1074,6 +1080,24 @@ struct Problem {
           contestant("256 co, experts", 2, 1, -1, call)};
       run_turns("down", 2.0 * R * s.d * s.n, list);
     }
+    if (wants("down_backward")) {
+      const auto call = [=, this] { return hopper::down_backward(down_backward_args(), ctx, nullptr); };
+      std::vector<Contestant> list = {cublas_turn(false, s.n, s.d, y, w_down, a)};
+      for (int tile = 0; tile < hopper::kNumDownBackwardTiles; ++tile) {
+        for (const int by_expert : {0, 1}) {
+          Contestant c =
+              contestant(kDownBackwardTiles[tile] + std::string(by_expert ? ", experts" : ", bands"), -1,
+                         by_expert, -1, call);
+          c.run = [run = c.run, tile] {
+            hopper::force_down_backward_tile(tile);
+            run();
+            hopper::force_down_backward_tile(-1);
+          };
+          list.push_back(c);
+        }
+      }
+      run_turns("down_backward", 2.0 * R * s.d * s.n, list);
+    }
     if (wants("up_backward")) {
       const auto call = [=, this] { return hopper::up_backward(up_backward_args(), ctx, nullptr); };
       std::vector<Contestant> list = {
@@ -1107,8 +1131,13 @@ struct Problem {
     each_tile("down", down_flops, bmm(false, true, rows, s.d, s.n, a, w_down, d_x),
               [&] { check_status(hopper::down_forward(down_args(), ctx, nullptr)); });
     fill(y.as<Element>(), S * s.d, 9, 1.0F);
-    each_raster("down_backward", "", down_flops, bmm(false, false, rows, s.n, s.d, y, w_down, a),
-                [&] { check_status(hopper::down_backward(down_backward_args(), ctx, nullptr)); });
+    for (int tile = o.sweep ? 0 : -1; tile < (o.sweep ? hopper::kNumDownBackwardTiles : 0); ++tile) {
+      hopper::force_down_backward_tile(tile);
+      each_raster("down_backward", tile < 0 ? "" : kDownBackwardTiles[tile], down_flops,
+                  bmm(false, false, rows, s.n, s.d, y, w_down, a),
+                  [&] { check_status(hopper::down_backward(down_backward_args(), ctx, nullptr)); });
+    }
+    hopper::force_down_backward_tile(-1);
     each_tile("up_backward", up_flops, bmm(false, false, rows, s.d, W, d_h, w_up, d_x),
               [&] { check_status(hopper::up_backward(up_backward_args(), ctx, nullptr)); });
     bench_weights();

@@ -1,6 +1,6 @@
 /// down's backward on Hopper: g = dY[token] W2 with dH, A' and dS in the epilogue; Y is never needed.
 /// Source: SonicMoE, arXiv 2512.14080, section 3.
-#include "cuda/hopper/epilogue.cuh"
+#include "cuda/hopper/activation_backward.cuh"
 #include "cuda/hopper/gemm.cuh"
 #include "cuda/hopper/hopper.hpp"
 #include "cuda/hopper/launch.hpp"
@@ -10,12 +10,11 @@
 namespace moestro::cuda::hopper {
 namespace {
 
-constexpr int kTileN = 128;
-
+/// 128 x 128, the consumers in turns: one multiplies while the other works on H.
 template <class Element_, ActivationFamily kFamily>
-struct DownBackwardKernel {
+struct PingPongKernel {
   using Element = Element_;
-  static constexpr int kN = kTileN;
+  static constexpr int kN = 128;
   static constexpr int kStages = 4;
   static constexpr bool kPingPong = true;
   static constexpr int kProducerRegisters = 56;
@@ -26,19 +25,45 @@ struct DownBackwardKernel {
   using Epilogue = StoreActivationBackward<Element, kN, kFamily>;
 };
 
+/// 128 x 256, with a finisher that works on H.
+template <class Element_, ActivationFamily kFamily>
+struct FinisherKernel {
+  using Element = Element_;
+  using Epilogue = FinishActivationBackward<Element, kFamily>;
+  static constexpr int kN = Epilogue::kN;
+  static constexpr int kStages = 3;
+  static constexpr bool kPingPong = false;
+  static constexpr int kProducerRegisters = 56;  ///< of 512 for a thread of each of four warpgroups
+  static constexpr int kConsumerRegisters = 160;
+  static constexpr int kFinisherRegisters = 136;
+  using Schedule = RowTiles;
+  using LoadA = GatherRows<Element>;
+  using LoadB = LoadWeightColumns<kN>;
+};
+
+constexpr int columns_of(DownBackwardTile tile) {
+  return tile == DownBackwardTile::kPingPong128 ? 128 : 256;
+}
+
 template <class Element>
-Status launch_down_backward(Parameters& p, std::int64_t count, const Context& ctx, cudaStream_t stream) {
+Status launch_down_backward(DownBackwardTile tile, Parameters& p, std::int64_t count, const Context& ctx,
+                            cudaStream_t stream) {
   return with_family(family_of(p.activation.kind), [&]<ActivationFamily kFamily>() {
-    using Kernel = DownBackwardKernel<Element, kFamily>;
-    return launch("down_backward", expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, ctx,
-                  stream);
+    const auto run = [&]<class Kernel>() {
+      return launch("down_backward", expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, ctx,
+                    stream, kThreadsOf<Kernel>);
+    };
+    return tile == DownBackwardTile::kPingPong128
+               ? run.template operator()<PingPongKernel<Element, kFamily>>()
+               : run.template operator()<FinisherKernel<Element, kFamily>>();
   });
 }
 
 }  // namespace
 
 std::size_t down_backward_workspace_bytes(std::int64_t num_slots, std::int64_t d_ff, bool has_b_down) {
-  const std::int64_t columns = ceil_div(d_ff, kTileN) + (has_b_down ? 1 : 0);
+  const std::int64_t columns =
+      ceil_div(d_ff, columns_of(DownBackwardTile::kPingPong128)) + (has_b_down ? 1 : 0);
   return kCounterBytes + static_cast<std::size_t>(num_slots * columns) * sizeof(float);
 }
 
@@ -73,8 +98,9 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStrea
                          ctx.workspace_bytes, needed);
   }
 
+  const DownBackwardPlan plan = plan_down_backward(d, n);
   Parameters p{};
-  set_row_tiles(args.index, ceil_div(n, kTileN), {plan_raster(4), false}, &p);
+  set_row_tiles(args.index, ceil_div(n, columns_of(plan.tile)), plan.walk, &p);
   p.source = args.d_y.data;
   p.source_stride = args.d_y.stride[0];
   p.source_cols = static_cast<int>(d);
@@ -88,13 +114,14 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStrea
   MOESTRO_RETURN_IF_ERROR(
       make_weight_map("down_backward: w_down", args.w_down, 1, GateLayout::kConcatenated, 1, 64, &p.b));
   MOESTRO_RETURN_IF_ERROR(make_rows_map("down_backward: h", args.h, planes, kLinesOfSlab, &p.h));
+  p.h_rows = {args.h.data, args.h.stride[0], static_cast<int>(n)};
   MOESTRO_RETURN_IF_ERROR(make_rows_output("down_backward: d_h", args.d_h, planes, &p.rows_out));
   MOESTRO_RETURN_IF_ERROR(make_rows_output("down_backward: a_scaled", args.a_scaled, 1, &p.rows_out_a));
 
   const std::int64_t count = max_tiles(num_slots, args.w_down.extent[0]) * p.n_tiles;
   MOESTRO_RETURN_IF_ERROR(args.d_y.dtype == DType::kBF16
-                              ? launch_down_backward<__nv_bfloat16>(p, count, ctx, stream)
-                              : launch_down_backward<__half>(p, count, ctx, stream));
+                              ? launch_down_backward<__nv_bfloat16>(plan.tile, p, count, ctx, stream)
+                              : launch_down_backward<__half>(plan.tile, p, count, ctx, stream));
   if (!args.d_weights.present()) return {};
   if (has_dots) {
     MOESTRO_RETURN_IF_ERROR(bias_dots(args.d_y, args.b_down, args.index, num_slots, p.partials,

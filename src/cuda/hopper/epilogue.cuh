@@ -367,6 +367,16 @@ struct StoreActivationBackward {
     }
   }
 
+  /// In the midst of chunk `chunk` of block `block`: H of the second block, into the set of the chunk before.
+  __device__ __forceinline__ void load_second_block(const Work& work, int block, int chunk) const {
+    static_assert(kChunks == 2);
+    const bool first = block == 0 && chunk == 1;   // block 0's chunk 0 is on its way out
+    const bool second = block == 1 && chunk == 0;  // block 0's chunk 1 is
+    if (!(first || second) || work.rows <= 64 || Lane::thread() != 0) return;
+    tma_wait_read<0>();
+    load(work, 1, first ? 0 : 1);
+  }
+
   __device__ __forceinline__ void prefetch(const Work& work) {
     if (Lane::thread() == 0) {
       tma_wait_read<0>();
@@ -397,6 +407,8 @@ struct StoreActivationBackward {
       with_kind<kFamily>(p.activation.kind, [&]<ActivationKind kKind>() {
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
+          // By now the copy engine has read the set stored before this chunk: waiting costs nothing here.
+          if (i == 4) load_second_block(work, block, chunk);
           std::uint32_t planes[kPlanes][4];
           std::uint32_t scaled[4];
 #pragma unroll
@@ -456,10 +468,6 @@ struct StoreActivationBackward {
           }
           if (p.rows_out_a.data != nullptr) tma_store(p.rows_out_a.map, a_buffer, col, 0, row, 0);
           tma_commit();
-          if (block == 0 && work.rows > 64) {
-            tma_wait_read<0>();
-            load(work, 1, chunk);
-          }
         }
       } else {
         if (p.rows_out.data != nullptr) {

@@ -4,13 +4,15 @@
 ///                   through the index, or by TMA) and a kN x 64 tile of operand B (TMA)
 ///   warpgroups 1, 2 consumers: wgmma over the ring, then the epilogue. Cooperative: 64 rows each of one
 ///                   tile. Ping-pong: a whole tile each, one multiplies while the other stores.
+///   warpgroup 3     where the epilogue has a type Finisher: the consumers leave a tile in shared memory and
+///                   multiply the next, and the finisher does the rest (activation_backward.cuh)
 ///
 /// The grid is one block a multiprocessor. Each starts with tile blockIdx.x of the schedule and draws the
 /// next from a counter in memory, so that the tiles in flight are neighbours and share their operands in L2:
 /// with a fixed stride blocks drift apart by whole tiles. The producer draws and passes the numbers on in
 /// shared memory. A kernel is a type with the members
 ///   Element, kN, kStages, kPingPong, Schedule, LoadA, LoadB, Epilogue, kProducerRegisters,
-///   kConsumerRegisters.
+///   kConsumerRegisters, and kFinisherRegisters where there is a finisher.
 #pragma once
 
 #include "cuda/hopper/load.cuh"
@@ -22,6 +24,13 @@ namespace moestro::cuda::hopper {
 
 constexpr int kWarpgroup = 128;
 constexpr int kThreads = 3 * kWarpgroup;
+
+template <class Kernel>
+constexpr bool kHasFinisher = requires {
+  typename Kernel::Epilogue::Finisher;
+};
+template <class Kernel>
+constexpr int kThreadsOf = kThreads + (kHasFinisher<Kernel> ? kWarpgroup : 0);
 
 // Named barriers: 0 is __syncthreads, 1 and 2 belong to one consumer warpgroup (sync_warpgroup).
 constexpr int kBarrierOfTurn = 3;  ///< 3, 4: ping-pong, whose turn it is to multiply
@@ -160,9 +169,20 @@ __device__ __forceinline__ void multiply(std::uint32_t base, int k_tiles, int bl
   const auto step = [&](std::uint64_t a, std::uint64_t b, int kk, int accumulate) {
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
-      wgmma<typename Kernel::Element, Kernel::kN, kMajorA, kMajorB>(
-          acc[i], a + i * kStepBlock + kk * kDescriptorStepK16<kMajorA>, b + kk * kDescriptorStepK16<kMajorB>,
-          accumulate);
+      const std::uint64_t at = a + i * kStepBlock + kk * kDescriptorStepK16<kMajorA>;
+      const std::uint64_t bt = b + kk * kDescriptorStepK16<kMajorB>;
+      if constexpr (kHasFinisher<Kernel> && Kernel::kN == 256) {
+        // Threads of four warpgroups start with 128 registers, for which ptxas refuses 128 accumulators in
+        // one instruction.
+        static_assert(kMajorB == Major::kMN);
+        auto& low = *reinterpret_cast<float(*)[64]>(&acc[i][0]);
+        auto& high = *reinterpret_cast<float(*)[64]>(&acc[i][64]);
+        wgmma<typename Kernel::Element, 128, kMajorA, kMajorB>(low, at, bt, accumulate);
+        wgmma<typename Kernel::Element, 128, kMajorA, kMajorB>(high, at, bt + (2 * kSlabBytes >> 4),
+                                                               accumulate);
+      } else {
+        wgmma<typename Kernel::Element, Kernel::kN, kMajorA, kMajorB>(acc[i], at, bt, accumulate);
+      }
     }
   };
   int accumulate = 0;
@@ -253,8 +273,22 @@ __device__ __forceinline__ void consume(const Parameters& p, std::uint32_t base,
   epilogue.finish();
 }
 
+/// The fourth warpgroup, where the epilogue leaves work to it.
 template <class Kernel>
-__global__ void __launch_bounds__(kThreads, 1) expert_gemm_kernel(const __grid_constant__ Parameters p) {
+__device__ __forceinline__ void finish(const Parameters& p, std::uint32_t base) {
+  using Layout = SharedLayout<Kernel>;
+  const typename Kernel::Schedule schedule(p);
+  typename Kernel::Epilogue::Finisher finisher(p, base + Layout::kStaging,
+                                               Layout::epilogue_barriers(base, 0));
+  Tickets tickets{base + Layout::kTickets};
+  for (int w = static_cast<int>(blockIdx.x); w < schedule.count(); w = tickets.template take<true>()) {
+    finisher.run(schedule.at(w));
+  }
+}
+
+template <class Kernel>
+__global__ void __launch_bounds__(kThreadsOf<Kernel>, 1)
+    expert_gemm_kernel(const __grid_constant__ Parameters p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Layout = SharedLayout<Kernel>;
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -267,12 +301,12 @@ __global__ void __launch_bounds__(kThreads, 1) expert_gemm_kernel(const __grid_c
       barrier_init(Layout::empty(base, stage), (Kernel::kPingPong ? 1 : 2) * kWarpgroup / 32);
     }
     for (int i = 0; i < 2 * Kernel::Epilogue::kNumBarriers; ++i) {
-      barrier_init(Layout::epilogue_barriers(base, 0) + 8 * i, 1);
+      barrier_init(Layout::epilogue_barriers(base, 0) + 8 * i, kHasFinisher<Kernel> ? kWarpgroup / 32 : 1);
     }
     for (int i = 0; i < kNumTickets; ++i) {
       barrier_init(base + Layout::kTickets + 8 * i, 1);
       barrier_init(base + Layout::kTickets + 8 * (kNumTickets + i),
-                   (2 * kWarpgroup + max(Kernel::LoadA::kThreads, 32)) / 32);
+                   (kThreadsOf<Kernel> - kWarpgroup + max(Kernel::LoadA::kThreads, 32)) / 32);
     }
     barrier_init_fence();
     prefetch_map(p.b);
@@ -283,6 +317,11 @@ __global__ void __launch_bounds__(kThreads, 1) expert_gemm_kernel(const __grid_c
   if (warpgroup == 0) {
     give_registers<Kernel::kProducerRegisters>();
     produce<Kernel>(p, base);
+  } else if (kHasFinisher<Kernel> && warpgroup == 3) {
+    if constexpr (kHasFinisher<Kernel>) {
+      take_registers<Kernel::kFinisherRegisters>();
+      finish<Kernel>(p, base);
+    }
   } else {
     take_registers<Kernel::kConsumerRegisters>();
     consume<Kernel>(p, base, warpgroup - 1);

@@ -16,18 +16,23 @@ constexpr int kTileABytes = kTileM * kLineBytes;  ///< 128 x 64
 constexpr int kLinesOfSlab = 64;                  ///< a slab: 64 x 64 elements
 constexpr int kSlabBytes = kLinesOfSlab * kLineBytes;
 
-/// A tensor of routed rows in which tiles are stored, cut off at the end of the expert's rows.
-struct RowsOutput {
-  CUtensorMap map;          ///< (cols, planes, rows), box 64 x 1 x 64
+/// A tensor of routed rows.
+struct Rows {
   void* data = nullptr;     ///< null: not asked for
   std::int64_t stride = 0;  ///< elements from row to row
   int cols = 0;             ///< columns of one plane (gate, or up)
+};
+
+/// One in which tiles are stored, cut off at the end of the expert's rows.
+struct RowsOutput : Rows {
+  CUtensorMap map;  ///< (cols, planes, rows), box 64 x 1 x 64
 };
 
 struct Parameters {
   CUtensorMap a;          ///< operand A, where it comes by TMA
   CUtensorMap b;          ///< operand B
   CUtensorMap h;          ///< down_backward: H, box 64 x 1 x 64
+  Rows h_rows;            ///< the same without TMA
   RowsOutput rows_out;    ///< H, Y, dH or dX~
   RowsOutput rows_out_a;  ///< A, or A'
   CUtensorMap weight_out;

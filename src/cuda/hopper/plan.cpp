@@ -7,6 +7,7 @@ namespace moestro::cuda::hopper {
 namespace {
 std::atomic<int> forced_weight_tile{-1};
 std::atomic<int> forced_rows_tile{-1};
+std::atomic<int> forced_down_backward_tile{-1};
 std::atomic<int> forced_raster{-1};
 std::atomic<int> forced_by_expert{-1};
 
@@ -18,6 +19,9 @@ Walk forced_or(const Walk& rule) {
 
 void force_rows_tile(int tile) {
   forced_rows_tile = tile;
+}
+void force_down_backward_tile(int tile) {
+  forced_down_backward_tile = tile;
 }
 void force_weight_tile(int tile) {
   forced_weight_tile = tile;
@@ -48,6 +52,18 @@ Walk plan_up(std::int64_t k) {
   // Expert by expert an expert's weight is read from memory once, but bands are shorter and finding a tile
   // takes longer: it pays where d is large (docs/benchmarking.md).
   return forced_or({8, k >= 4096});
+}
+
+DownBackwardPlan plan_down_backward(std::int64_t k, std::int64_t cols) {
+  // The wide tile moves fewer bytes; its finisher hides behind sums of about 1000 and more. A last tile that
+  // is half empty costs what it gains. Fitted to bench/results/hopper_kernels.jsonl.
+  const std::int64_t wide = (cols + 255) / 256 * 256;
+  const std::int64_t narrow = (cols + 127) / 128 * 128;
+  const bool finisher = k >= 1024 && wide * 100 <= narrow * 112;
+  const DownBackwardTile rule = finisher ? DownBackwardTile::kFinisher256 : DownBackwardTile::kPingPong128;
+  const int tile = forced_down_backward_tile;
+  return {tile >= 0 && tile < kNumDownBackwardTiles ? static_cast<DownBackwardTile>(tile) : rule,
+          forced_or({4, false})};
 }
 
 WeightTile plan_weight(std::int64_t num_experts, std::int64_t routed, std::int64_t gathered,

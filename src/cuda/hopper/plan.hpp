@@ -30,6 +30,21 @@ Plan plan_rows(std::int64_t k, std::int64_t cols);
 /// The walk of up's forward; `k` is d.
 Walk plan_up(std::int64_t k);
 
+/// Tile of down's backward.
+enum class DownBackwardTile : std::uint8_t {
+  kPingPong128,  ///< 128 x 128, a consumer warpgroup a tile
+  kFinisher256,  ///< 128 x 256, both consumer warpgroups on one tile, a fourth warpgroup for H
+};
+constexpr int kNumDownBackwardTiles = 2;
+
+struct DownBackwardPlan {
+  DownBackwardTile tile;
+  Walk walk;
+};
+
+/// `k` is d, `cols` is n.
+DownBackwardPlan plan_down_backward(std::int64_t k, std::int64_t cols);
+
 /// Tile of a weight's gradient: columns of dH or A' x columns of x or dY.
 enum class WeightTile : std::uint8_t { k256x192, k128x256 };
 constexpr int kNumWeightTiles = 2;
@@ -41,6 +56,7 @@ WeightTile plan_weight(std::int64_t num_experts, std::int64_t routed, std::int64
 /// For tests and measurements: what the rules return instead of their answer; -1 gives the rule back.
 void force_weight_tile(int tile);
 void force_rows_tile(int tile);
+void force_down_backward_tile(int tile);
 void force_raster(int raster);
 void force_by_expert(int by_expert);
 /// The raster of the other kernels: `rule`, unless one is forced.
