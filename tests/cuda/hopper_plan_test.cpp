@@ -23,6 +23,7 @@ struct Forced {
   ~Forced() {
     hopper::force_rows_tile(-1);
     hopper::force_down_backward_tile(-1);
+    hopper::force_up_tile(-1);
     hopper::force_raster(-1);
     hopper::force_by_expert(-1);
   }
@@ -52,7 +53,7 @@ TEST(CudaPlanTest, HopperPlansCanBeForced) {
   hopper::force_raster(3);
   EXPECT_EQ(hopper::plan_rows(512, 2048).walk.raster, 3);
   EXPECT_EQ(hopper::plan_raster(8), 3);
-  EXPECT_EQ(hopper::plan_up(512).raster, 3);
+  EXPECT_EQ(hopper::plan_up(512, 2048, true).walk.raster, 3);
   hopper::force_raster(-1);
   EXPECT_EQ(hopper::plan_rows(512, 2048).walk.raster, rule.walk.raster);
   EXPECT_EQ(hopper::plan_raster(8), 8);
@@ -77,12 +78,27 @@ TEST(CudaPlanTest, HopperDownBackwardTileFollowsTheSumsLength) {
 
 TEST(CudaPlanTest, UpWalksExpertByExpertWhereDIsLarge) {
   const Forced forced;
-  EXPECT_FALSE(hopper::plan_up(2048).by_expert);
-  EXPECT_TRUE(hopper::plan_up(7168).by_expert);
+  EXPECT_FALSE(hopper::plan_up(2048, 1024, true).walk.by_expert);
+  EXPECT_TRUE(hopper::plan_up(7168, 2048, true).walk.by_expert);
   for (const bool by_expert : {false, true}) {
     hopper::force_by_expert(by_expert ? 1 : 0);
-    EXPECT_EQ(hopper::plan_up(2048).by_expert, by_expert);
+    EXPECT_EQ(hopper::plan_up(2048, 1024, true).walk.by_expert, by_expert);
     EXPECT_EQ(hopper::plan_rows(2048, 1000).walk.by_expert, by_expert);
+  }
+}
+
+TEST(CudaPlanTest, UpTakesTurnsWhereSumsAreShort) {
+  const Forced forced;
+  using hopper::plan_up;
+  using hopper::UpTile;
+  EXPECT_EQ(plan_up(512, 2048, true).tile, UpTile::kPingPong176);
+  EXPECT_EQ(plan_up(768, 256, true).tile, UpTile::kPingPong176);
+  EXPECT_EQ(plan_up(1536, 256, true).tile, UpTile::kCooperative256);
+  EXPECT_EQ(plan_up(512, 2048, false).tile, UpTile::kCooperative256);
+  EXPECT_EQ(plan_up(512, 128, true).tile, UpTile::kCooperative256);  // 176 columns for 128
+  for (int tile = 0; tile < hopper::kNumUpTiles; ++tile) {
+    hopper::force_up_tile(tile);
+    EXPECT_EQ(static_cast<int>(plan_up(4096, 1024, true).tile), tile);
   }
 }
 
@@ -158,10 +174,14 @@ TEST(HopperForcedPlanTest, EveryPlanGivesTheSameBits) {
         check("rows tile", tile);
       }
       hopper::force_rows_tile(-1);
-      for (const int by_expert : {0, 1}) {
-        hopper::force_by_expert(by_expert);
-        check("by expert", by_expert);
+      for (int tile = 0; tile < hopper::kNumUpTiles; ++tile) {
+        hopper::force_up_tile(tile);
+        for (const int by_expert : {0, 1}) {
+          hopper::force_by_expert(by_expert);
+          check("up tile", tile * 10 + by_expert);
+        }
       }
+      hopper::force_up_tile(-1);
       hopper::force_by_expert(-1);
       for (const int raster : {1, 3, 64}) {
         hopper::force_raster(raster);

@@ -1,14 +1,14 @@
 /// Laboratory of the Hopper kernels: checks each against a plain product in f64, and times each beside a
 /// cuBLAS batched product of the same extents. Needs a device of compute capability 9.0.
 ///
-///   hopper_lab check            every kernel, variant and hard routing at small shapes
+///   hopper_lab check            every kernel, variant and hard routing at small shapes; MOESTRO_LAB_UP_ALONE
 ///   hopper_lab bench SHAPE...   check by samples, then time; SHAPE as in kShapes, or all
 ///   hopper_lab sweep SHAPE...   as bench, with every tile and raster
 ///   hopper_lab time SHAPE...    as bench, unchecked
 ///   hopper_lab weights SHAPE... check and time the weights' gradients alone
 ///   hopper_lab turns SHAPE...   plans in turns with cuBLAS on a warm card, with its clock;
 ///                               MOESTRO_LAB_KERNELS=up,down,down_backward,up_backward, MOESTRO_LAB_ROUNDS,
-///                               MOESTRO_LAB_TURN_MS
+///                               MOESTRO_LAB_TURN_MS, MOESTRO_LAB_PLANS (of up)
 ///   hopper_lab profile SHAPE... each kernel once, for a profiler
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -24,6 +24,7 @@
 #include <functional>
 #include <numeric>
 #include <random>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -57,11 +58,14 @@ struct Shape {
   int64_t T, d, n, E, K;
 };
 static const Shape kShapes[] = {
-    {"7B-n256", 24576, 1536, 256, 128, 8},   {"7B-n1024", 24576, 1536, 1024, 32, 2},
-    {"30B-n256", 32768, 4096, 256, 256, 16}, {"30B-n1024", 32768, 4096, 1024, 64, 4},
-    {"olmoe", 32768, 2048, 1024, 64, 8},     {"qwen3-next", 32768, 2048, 512, 512, 10},
-    {"conf2", 65536, 512, 2048, 8, 2},       {"deepseek-v3", 16384, 7168, 2048, 256, 8},
-    {"1.4B-n256", 40960, 768, 256, 128, 8},  {"conf4", 32768, 2048, 8192, 16, 4},
+    {"7B-n256", 24576, 1536, 256, 128, 8},     {"7B-n1024", 24576, 1536, 1024, 32, 2},
+    {"30B-n256", 32768, 4096, 256, 256, 16},   {"30B-n1024", 32768, 4096, 1024, 64, 4},
+    {"olmoe", 32768, 2048, 1024, 64, 8},       {"qwen3-next", 32768, 2048, 512, 512, 10},
+    {"conf2", 65536, 512, 2048, 8, 2},         {"deepseek-v3", 16384, 7168, 2048, 256, 8},
+    {"1.4B-n256", 40960, 768, 256, 128, 8},    {"conf4", 32768, 2048, 8192, 16, 4},
+    {"1.4B-n1024", 40960, 768, 1024, 32, 2},   {"conf1", 32768, 512, 2048, 4, 1},
+    {"120B-n1024", 32768, 4096, 1024, 128, 8}, {"conf5", 32768, 1024, 4096, 8, 2},
+    {"7B-n512", 24576, 1536, 512, 64, 4},      {"conf6", 32768, 2048, 8192, 8, 2},
 };
 
 // ---- device buffers ----
@@ -444,6 +448,7 @@ struct Options {
   bool unchecked = false;
   bool weights = false;
   bool turns = false;
+  bool up_alone = false;
 };
 
 template <class Element>
@@ -856,15 +861,26 @@ struct Problem {
       ++failures;
       std::printf("    FAILED: A without H differs from A with H\n");
     }
-    for (const int by_expert : {0, 1}) {
-      hopper::force_by_expert(by_expert);
-      h.poison();
-      a.poison();
-      check_status(hopper::up_forward(up_args(true, true), ctx, nullptr));
-      check_up();
-      if (hash_of(a) != a_hash) std::printf("    note: walk %d gives other bits\n", by_expert);
+    for (int tile = 0; tile < hopper::kNumUpTiles; ++tile) {
+      hopper::force_up_tile(tile);
+      for (const int by_expert : {0, 1}) {
+        hopper::force_by_expert(by_expert);
+        h.poison();
+        a.poison();
+        check_status(hopper::up_forward(up_args(true, true), ctx, nullptr));
+        check_up();
+        if (hash_of(a) != a_hash) std::printf("    note: tile %d, walk %d: other bits\n", tile, by_expert);
+        a.poison();
+        check_status(hopper::up_forward(up_args(false, true), ctx, nullptr));
+        if (hash_of(a) != a_hash) {
+          ++failures;
+          std::printf("    FAILED: tile %d: A without H differs\n", tile);
+        }
+      }
     }
     hopper::force_by_expert(-1);
+    hopper::force_up_tile(-1);
+    if (o.up_alone) return;
     unsigned long long y_hash[hopper::kNumRowsTiles];
     for (int tile = 0; tile < hopper::kNumRowsTiles; ++tile) {
       hopper::force_rows_tile(tile);
@@ -1042,10 +1058,12 @@ struct Problem {
       return Contestant{name,
                         [=] {
                           hopper::force_rows_tile(tile);
+                          hopper::force_up_tile(tile);
                           hopper::force_by_expert(by_expert);
                           hopper::force_raster(raster);
                           check_status(call());
                           hopper::force_rows_tile(-1);
+                          hopper::force_up_tile(-1);
                           hopper::force_by_expert(-1);
                           hopper::force_raster(-1);
                         },
@@ -1064,12 +1082,16 @@ struct Problem {
     if (wants("up")) {
       const auto both = [=, this] { return hopper::up_forward(up_args(true, true), ctx, nullptr); };
       const auto a_alone = [=, this] { return hopper::up_forward(up_args(false, true), ctx, nullptr); };
-      std::vector<Contestant> list = {cublas_turn(true, W, s.d, y, w_up, h),
-                                      contestant("bands", -1, 0, -1, both),
-                                      contestant("experts", -1, 1, -1, both),
-                                      contestant("bands, raster 16", -1, 0, 16, both),
-                                      contestant("experts, raster 16", -1, 1, 16, both),
-                                      contestant("A alone", -1, -1, -1, a_alone)};
+      std::vector<Contestant> list = {cublas_turn(true, W, s.d, y, w_up, h)};
+      // Plans as tile.by_expert.raster, -1 for the rule.
+      const char* plans = std::getenv("MOESTRO_LAB_PLANS");
+      std::istringstream words(plans != nullptr ? plans : "0.0.-1 0.1.-1 1.0.-1 1.1.-1");
+      for (std::string word; words >> word;) {
+        int tile = -1, by_expert = -1, raster = -1;
+        std::sscanf(word.c_str(), "%d.%d.%d", &tile, &by_expert, &raster);
+        list.push_back(contestant(word, tile, by_expert, raster, both));
+      }
+      list.push_back(contestant("A alone", -1, -1, -1, a_alone));
       run_turns("up", 2.0 * R * s.d * W, list);
     }
     if (wants("down")) {
@@ -1166,6 +1188,7 @@ int main(int argc, char** argv) {
     const Shape one{"one", 1, 128, 128, 1, 1};
     const Shape skewed{"skewed", 6007, 192, 72, 4, 2};  // sums of large experts are cut into parts
     Options base;
+    base.up_alone = std::getenv("MOESTRO_LAB_UP_ALONE") != nullptr;
     const int only = argc > 2 ? std::atoi(argv[2]) : 99;
     int step = 0;
     const auto go = [&](const Shape& shape, const Options& options, bool f16 = false) {

@@ -100,6 +100,41 @@ struct Lane {
   }
 };
 
+/// How a staged chunk of 64 rows x kCols elements lies in shared memory: 64 columns in the swizzle of 128
+/// bytes; else line after line, which meets no bank twice where a line's 16-byte pieces are odd in number.
+template <int kCols_>
+struct Chunk {
+  static constexpr int kCols = kCols_;
+  static constexpr int kPieces = kCols / 8;
+  static constexpr int kBytes = 64 * kCols * 2;
+  static constexpr bool kSwizzled = kCols == 64;
+  static_assert(kSwizzled || kPieces % 2 == 1);
+
+  static __device__ __forceinline__ std::uint32_t piece(std::uint32_t chunk, int line, int piece) {
+    if constexpr (kSwizzled) return chunk + line * kLineBytes + ((piece ^ (line % 8)) * 16);
+    return chunk + line * (kCols * 2) + piece * 16;
+  }
+  /// Of this lane, as Lane::matrices.
+  static __device__ __forceinline__ std::uint32_t matrices(std::uint32_t chunk, int group) {
+    return piece(chunk, Lane::thread() / 32 * 16 + Lane::lane() % 16, group + Lane::lane() / 16);
+  }
+
+  /// Copies the first `rows` lines to a rows output, where `out.cols` of its columns exist.
+  static __device__ __forceinline__ void copy_lines(const RowsOutput& out, std::uint32_t chunk, int rows,
+                                                    int row, int plane, int col) {
+    int i = Lane::thread();
+    asm volatile("" : "+r"(i));  // computed here, not kept in registers from tile to tile
+    for (; i < rows * kPieces; i += 128) {
+      const int r = i / kPieces;
+      const int c = i % kPieces;
+      if (col + c * 8 >= out.cols) continue;
+      std::uint16_t* target = static_cast<std::uint16_t*>(out.data) + (row + r) * out.stride +
+                              static_cast<std::int64_t>(plane) * out.cols + col + c * 8;
+      *reinterpret_cast<uint4*>(target) = load_shared_16_bytes(piece(chunk, r, c));
+    }
+  }
+};
+
 /// Copies the first `rows` lines of a chunk to a rows output, where `cols` of its columns exist.
 __device__ __forceinline__ void copy_lines(const RowsOutput& out, std::uint32_t chunk, int thread, int rows,
                                            int row, int plane, int col) {
@@ -327,6 +362,139 @@ struct StoreActivated {
         }
       });
       staging.put(h[0], p.rows_out_a, rows, row, 0, col);
+    }
+  }
+  __device__ void finish() {
+    if (Lane::thread() == 0) tma_wait_read<0>();
+  }
+};
+
+/// The same for a warpgroup that has a tile of its own: a block's H and A are staged side by side, so that a
+/// group of columns is done with its accumulators at once, and two barriers do.
+template <class Element_, int kN, ActivationFamily kFamily>
+struct StoreActivatedBlock {
+  using Element = Element_;
+  static_assert(!kAnyOfTheKind<kFamily>);
+  static constexpr int kPlanes = kPlanesOf<kFamily>;
+  static constexpr bool kHasBias = kFamily != ActivationFamily::kSwiGLU;
+  static constexpr int kCols = kN / kPlanes;  ///< of A in a tile
+  using Layout = Chunk<kN / 2>;
+  static constexpr int kChunkCols = Layout::kCols;
+  static constexpr int kBiasBytes = kHasBias ? 512 : 0;
+  static constexpr int kStagingBytes = (kPlanes + 1) * Layout::kBytes + kBiasBytes;
+  static constexpr int kNumBarriers = 0;
+  const Parameters& p;
+  std::uint32_t buffers;  ///< H of each plane, A, biases
+  std::uint32_t fetched = 0;
+
+  __device__ StoreActivatedBlock(const Parameters& parameters, std::uint32_t staging, std::uint32_t)
+      : p(parameters), buffers(staging) {}
+
+  /// As StoreActivated's.
+  __device__ __forceinline__ void prefetch(const Work& work) {
+    if constexpr (kHasBias) {
+      const int plane = Lane::thread() * 2 / kCols;
+      const int col = work.n * kCols + Lane::thread() * 2 % kCols;
+      fetched = 0;
+      if (p.bias != nullptr && plane < kPlanes && col < p.cols) {
+        const std::uint16_t* pair = static_cast<const std::uint16_t*>(p.bias) + work.expert * p.bias_stride +
+                                    plane * p.bias_up + col * p.bias_step;
+        fetched = pair[0] | pair[p.bias_step] << 16;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(float (&acc)[kN / 2], const Work& work, int block) {
+    const int row = work.row0 + block * 64;
+    const int rows = work.rows - block * 64;
+    const bool with_h = p.rows_out.data != nullptr;
+    const bool with_a = p.rows_out_a.data != nullptr;
+    std::uint32_t base = buffers;
+    asm volatile("" : "+r"(base));  // addresses are computed here, not kept from tile to tile
+    const std::uint32_t biases = base + (kPlanes + 1) * Layout::kBytes;
+    if (kHasBias && block == 0) store_shared(biases + Lane::thread() * 4, static_cast<int>(fetched));
+#pragma unroll
+    for (int chunk = 0; chunk < kCols / kChunkCols; ++chunk) {
+      const int col = work.n * kCols + chunk * kChunkCols;
+      if (col >= p.cols) break;
+      if (Lane::thread() == 0) tma_wait_read<0>();
+      sync_warpgroup();
+      with_kind<kFamily>(p.activation.kind, [&]<ActivationKind kKind>() {
+#pragma unroll
+        for (int i = 0; i < Layout::kPieces; i += 2) {
+          constexpr int kPair = 2;
+          const int groups = min(kPair, Layout::kPieces - i);
+          std::uint32_t h[kPlanes][kPair][2];
+          std::uint32_t a[kPair][2];
+#pragma unroll
+          for (int g = 0; g < groups; ++g) {
+            float z[kPlanes][4];
+#pragma unroll
+            for (int plane = 0; plane < kPlanes; ++plane) {
+              float* value = &acc[plane * (kN / 4) + chunk * (kChunkCols / 2) + (i + g) * 4];
+              if constexpr (kHasBias) {
+                const float2 b = unpack<Element>(static_cast<std::uint32_t>(load_shared(
+                    biases + (plane * kCols + chunk * kChunkCols + (i + g) * 8) * 2 + Lane::lane() % 4 * 4)));
+#pragma unroll
+                for (int j = 0; j < 4; ++j) value[j] += j % 2 == 0 ? b.x : b.y;
+              }
+#pragma unroll
+              for (int r = 0; r < 2; ++r) {
+                h[plane][g][r] = pack<Element>(value[r * 2], value[r * 2 + 1]);
+                const float2 stored = unpack<Element>(h[plane][g][r]);
+                z[plane][r * 2] = stored.x;
+                z[plane][r * 2 + 1] = stored.y;
+              }
+            }
+            float value[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              if constexpr (kPlanes == 2) {
+                value[j] =
+                    activation_math::gated<kKind>(z[0][j], z[1][j], p.activation.limit, p.activation.alpha)
+                        .value;
+              } else {
+                value[j] = activation_math::ungated<kKind>(z[0][j]).value;
+              }
+            }
+#pragma unroll
+            for (int r = 0; r < 2; ++r) a[g][r] = pack<Element>(value[r * 2], value[r * 2 + 1]);
+          }
+          const auto put = [&](int buffer, const std::uint32_t(&pairs)[kPair][2]) {
+            const std::uint32_t place = Layout::matrices(base + buffer * Layout::kBytes, i);
+            if (groups == kPair) {
+              store_matrices(place, pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]);
+            } else {
+              store_matrices(place, pairs[0][0], pairs[0][1]);
+            }
+          };
+          if (with_h) {
+#pragma unroll
+            for (int plane = 0; plane < kPlanes; ++plane) put(plane, h[plane]);
+          }
+          if (with_a) put(kPlanes, a);
+        }
+      });
+      fence_async_proxy();
+      sync_warpgroup();
+      const std::uint32_t a_buffer = base + kPlanes * Layout::kBytes;
+      if (rows >= 64) {
+        if (Lane::thread() == 0) {
+          if (with_h) {
+#pragma unroll
+            for (int plane = 0; plane < kPlanes; ++plane)
+              tma_store(p.rows_out.map, base + plane * Layout::kBytes, col, plane, row, 0);
+          }
+          if (with_a) tma_store(p.rows_out_a.map, a_buffer, col, 0, row, 0);
+          tma_commit();
+        }
+      } else {
+        if (with_h) {
+          for (int plane = 0; plane < kPlanes; ++plane)
+            Layout::copy_lines(p.rows_out, base + plane * Layout::kBytes, rows, row, plane, col);
+        }
+        if (with_a) Layout::copy_lines(p.rows_out_a, a_buffer, rows, row, 0, col);
+      }
     }
   }
   __device__ void finish() {

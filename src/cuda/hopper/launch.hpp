@@ -12,19 +12,22 @@
 
 namespace moestro::cuda::hopper {
 
-/// Four axes, innermost first; strides in elements, of axes 1 to 3; the box one TMA instruction moves.
+/// Four axes, innermost first; strides in elements, of axes 1 to 3; the box that one TMA instruction moves.
 struct MapShape {
   std::int64_t extent[4];
   std::int64_t stride[3];
   int box[4];
 };
 
-/// A map of `data` in the 128-byte swizzle; box[0] elements are 128 bytes.
+/// A map of `data`: in the 128-byte swizzle where box[0] elements are 128 bytes, else line after line.
 Status make_map(const char* name, void* data, DType dtype, const MapShape& shape, CUtensorMap* map);
 
-/// A [rows, planes * cols] tensor of routed rows, in boxes of 64 columns of one plane x `box_rows` rows.
-Status make_rows_map(const char* name, const TensorView& rows, int planes, int box_rows, CUtensorMap* map);
-Status make_rows_output(const char* name, const TensorView& rows, int planes, RowsOutput* output);
+/// A [rows, planes * cols] tensor of routed rows, in boxes of `box_cols` (0: 128 bytes) columns of one plane
+/// x `box_rows` rows.
+Status make_rows_map(const char* name, const TensorView& rows, int planes, int box_rows, CUtensorMap* map,
+                     int box_cols = 0);
+Status make_rows_output(const char* name, const TensorView& rows, int planes, RowsOutput* output,
+                        int box_cols = 0);
 
 /// A weight [E, planes * rows, cols] in boxes of box_planes x box_rows x 128 bytes.
 Status make_weight_map(const char* name, const TensorView& weight, int planes, GateLayout layout,

@@ -8,6 +8,7 @@ namespace {
 std::atomic<int> forced_weight_tile{-1};
 std::atomic<int> forced_rows_tile{-1};
 std::atomic<int> forced_down_backward_tile{-1};
+std::atomic<int> forced_up_tile{-1};
 std::atomic<int> forced_raster{-1};
 std::atomic<int> forced_by_expert{-1};
 
@@ -22,6 +23,9 @@ void force_rows_tile(int tile) {
 }
 void force_down_backward_tile(int tile) {
   forced_down_backward_tile = tile;
+}
+void force_up_tile(int tile) {
+  forced_up_tile = tile;
 }
 void force_weight_tile(int tile) {
   forced_weight_tile = tile;
@@ -48,10 +52,17 @@ Plan plan_rows(std::int64_t k, std::int64_t cols) {
   return {tile >= 0 && tile < kNumRowsTiles ? static_cast<RowsTile>(tile) : rule, forced_or({8, false})};
 }
 
-Walk plan_up(std::int64_t k) {
+UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated) {
+  // Ping-pong hides the epilogue, which a short sum does not; but it loads more for each product, and its
+  // columns, 88 of gate and 88 of up, seldom divide n.
+  const auto padded = [&](std::int64_t tile) { return (cols + tile - 1) / tile * tile; };
+  const bool ping_pong = gated && k <= 1024 && padded(88) * 20 <= padded(128) * 21;
+  const UpTile rule = ping_pong ? UpTile::kPingPong176 : UpTile::kCooperative256;
+  const int forced = forced_up_tile;
+  const UpTile tile = forced >= 0 && forced < kNumUpTiles ? static_cast<UpTile>(forced) : rule;
   // Expert by expert an expert's weight is read from memory once, but bands are shorter and finding a tile
   // takes longer: it pays where d is large (docs/benchmarking.md).
-  return forced_or({8, k >= 4096});
+  return {tile, forced_or({8, k >= 4096})};
 }
 
 DownBackwardPlan plan_down_backward(std::int64_t k, std::int64_t cols) {

@@ -27,8 +27,23 @@ struct Plan {
 /// `k` is the length of the sum, `cols` the width of the output.
 Plan plan_rows(std::int64_t k, std::int64_t cols);
 
-/// The walk of up's forward; `k` is d.
-Walk plan_up(std::int64_t k);
+/// Tile of up's forward. Gated: half of its columns are gate, the other half the up of the same columns.
+enum class UpTile : std::uint8_t {
+  kCooperative256,  ///< 128 x 256, both consumer warpgroups on one tile
+  kPingPong176,     ///< 128 x 176, a consumer warpgroup a tile; not for all activations (up.cu)
+};
+constexpr int kNumUpTiles = 2;
+constexpr int up_tile_columns(UpTile tile) {
+  return tile == UpTile::kPingPong176 ? 176 : 256;
+}
+
+struct UpPlan {
+  UpTile tile;
+  Walk walk;
+};
+
+/// `k` is d, `cols` n; `gated`: gate and up.
+UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated);
 
 /// Tile of down's backward.
 enum class DownBackwardTile : std::uint8_t {
@@ -57,6 +72,7 @@ WeightTile plan_weight(std::int64_t num_experts, std::int64_t routed, std::int64
 void force_weight_tile(int tile);
 void force_rows_tile(int tile);
 void force_down_backward_tile(int tile);
+void force_up_tile(int tile);
 void force_raster(int raster);
 void force_by_expert(int by_expert);
 /// The raster of the other kernels: `rule`, unless one is forced.

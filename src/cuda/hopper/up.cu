@@ -9,32 +9,45 @@
 namespace moestro::cuda::hopper {
 namespace {
 
-template <class Element_, ActivationFamily kFamily>
+template <class Element_, ActivationFamily kFamily, UpTile kTile>
 struct UpKernel {
   using Element = Element_;
-  static constexpr int kN = 256;
+  static constexpr int kN = up_tile_columns(kTile);
   static constexpr int kStages = 4;
-  static constexpr bool kPingPong = false;
-  static constexpr int kProducerRegisters = 56;
+  static constexpr bool kPingPong = kTile == UpTile::kPingPong176;
+  static constexpr int kProducerRegisters = kPingPong ? 72 : 56;
   // With 224 the gated kinds' kernel keeps so many addresses from tile to tile that it spills.
-  static constexpr int kConsumerRegisters = kFamily == ActivationFamily::kGated ? 208 : 224;
+  static constexpr int kConsumerRegisters = kPingPong ? 216 : kFamily == ActivationFamily::kGated ? 208 : 224;
   using Schedule = RowTiles;
   using LoadA = GatherRows<Element>;
   using LoadB = LoadWeightRows<kN, kPlanesOf<kFamily>>;
-  using Epilogue = StoreActivated<Element, kN, kFamily, 2>;
+  using Epilogue = std::conditional_t<kPingPong, StoreActivatedBlock<Element, kN, kFamily>,
+                                      StoreActivated<Element, 256, kFamily, 2>>;
 };
 
-template <class Element>
-Status launch_up(Parameters& p, std::int64_t count, const Context& ctx, cudaStream_t stream) {
+/// Of the kernel. Those of all kinds have the cooperative tile alone.
+ActivationFamily kernel_family(const UpForwardArgs& args) {
   using enum ActivationFamily;
-  ActivationFamily family = family_of(p.activation.kind);
-  if (p.bias_after_scale || (family == kSwiGLU && p.bias != nullptr)) {
-    family = is_gated(p.activation.kind) ? kGated : kUngated;
+  const ActivationFamily family = family_of(args.activation.kind);
+  if (args.weight_position == WeightPosition::kBefore || (family == kSwiGLU && args.b_up.present())) {
+    return is_gated(args.activation.kind) ? kGated : kUngated;
   }
+  return family;
+}
+
+template <class Element>
+Status launch_up(ActivationFamily family, UpTile tile, Parameters& p, std::int64_t count, const Context& ctx,
+                 cudaStream_t stream) {
   return with_family(family, [&]<ActivationFamily kFamily>() {
-    using Kernel = UpKernel<Element, kFamily>;
-    return launch("up_forward", expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, ctx,
-                  stream);
+    const auto run = [&]<UpTile kTile>() {
+      using Kernel = UpKernel<Element, kFamily, kTile>;
+      return launch("up_forward", expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, ctx,
+                    stream);
+    };
+    if constexpr (!kAnyOfTheKind<kFamily>) {
+      if (tile == UpTile::kPingPong176) return run.template operator()<UpTile::kPingPong176>();
+    }
+    return run.template operator()<UpTile::kCooperative256>();
   });
 }
 
@@ -65,8 +78,16 @@ Status up_forward(const UpForwardArgs& args, const Context& ctx, cudaStream_t st
   const std::int64_t d = args.w_up.extent[2];
   const std::int64_t n = args.w_up.extent[1] / planes;
 
+  const ActivationFamily family = kernel_family(args);
+  UpPlan plan = plan_up(d, n, planes == 2);
+  if (family == ActivationFamily::kGated || family == ActivationFamily::kUngated) {
+    plan.tile = UpTile::kCooperative256;
+  }
+  const int columns = up_tile_columns(plan.tile);
+  const int store_columns = plan.tile == UpTile::kPingPong176 ? columns / 2 : 0;
+
   Parameters p{};
-  set_row_tiles(args.index, ceil_div(n, 256 / planes), plan_up(d), &p);
+  set_row_tiles(args.index, ceil_div(n, columns / planes), plan.walk, &p);
   p.source = args.x.data;
   p.source_stride = args.x.stride[0];
   p.source_cols = static_cast<int>(d);
@@ -84,14 +105,14 @@ Status up_forward(const UpForwardArgs& args, const Context& ctx, cudaStream_t st
     p.bias_step = interleaved ? 2 : 1;
     p.bias_up = interleaved ? 1 : static_cast<int>(n);
   }
-  MOESTRO_RETURN_IF_ERROR(make_rows_output("up_forward: h", args.h, planes, &p.rows_out));
-  MOESTRO_RETURN_IF_ERROR(make_rows_output("up_forward: a", args.a, 1, &p.rows_out_a));
+  MOESTRO_RETURN_IF_ERROR(make_rows_output("up_forward: h", args.h, planes, &p.rows_out, store_columns));
+  MOESTRO_RETURN_IF_ERROR(make_rows_output("up_forward: a", args.a, 1, &p.rows_out_a, store_columns));
   MOESTRO_RETURN_IF_ERROR(
-      make_weight_map("up_forward: w_up", args.w_up, planes, args.gate_layout, 1, 128, &p.b));
+      make_weight_map("up_forward: w_up", args.w_up, planes, args.gate_layout, 1, columns / 2, &p.b));
 
   const std::int64_t count = max_tiles(num_slots, args.w_up.extent[0]) * p.n_tiles;
-  return args.x.dtype == DType::kBF16 ? launch_up<__nv_bfloat16>(p, count, ctx, stream)
-                                      : launch_up<__half>(p, count, ctx, stream);
+  return args.x.dtype == DType::kBF16 ? launch_up<__nv_bfloat16>(family, plan.tile, p, count, ctx, stream)
+                                      : launch_up<__half>(family, plan.tile, p, count, ctx, stream);
 }
 
 }  // namespace moestro::cuda::hopper
