@@ -67,6 +67,12 @@ class StageContexts {
     ++ctx_.place_in_layer;
     return ctx_;
   }
+  /// The scratch goes on into memory of `bytes` that lies after it.
+  Context next_with(std::size_t bytes) {
+    Context ctx = next();
+    ctx.workspace_bytes += bytes;
+    return ctx;
+  }
 
  private:
   Context ctx_;
@@ -123,6 +129,7 @@ BackwardPlan plan_backward(const LayerConfig& config, const GradRequest& grads) 
 
 struct BackwardWorkspace {
   Scratch scratch;
+  std::size_t more_scratch;  // of the weights' gradients, after scratch; d_x_rows takes its place
   TensorView row_weights;
   TensorView d_h;
   TensorView d_h_bias;
@@ -136,13 +143,18 @@ BackwardWorkspace lay_out_backward(const LayerConfig& config, const GradRequest&
   const std::int64_t num_slots = config.num_slots();
   const BackwardPlan plan = plan_backward(config, grads);
   BackwardWorkspace workspace;
-  workspace.scratch = lay_out_scratch(config, backend, ctx, arena);
   if (plan.row_weights)
     workspace.row_weights = arena->take_tensor(accumulation_dtype(config.dtype), {num_slots});
   const bool own_d_h = plan.d_h && !(plan.in_place && keeps_h(config));
   if (own_d_h) workspace.d_h = arena->take_tensor(config.dtype, {num_slots, config.h_width()});
   if (plan.d_h_bias) workspace.d_h_bias = arena->take_tensor(config.dtype, {num_slots, config.h_width()});
+  workspace.scratch = lay_out_scratch(config, backend, ctx, arena);
   const std::size_t shared = arena->used();
+  const std::size_t weight_bytes = backend.weight_stage_workspace_bytes(config, ctx);
+  const bool weight_stages = grads.w_down || grads.b_down || grads.w_up || grads.b_up;
+  workspace.more_scratch =
+      weight_stages && weight_bytes > workspace.scratch.bytes ? weight_bytes - workspace.scratch.bytes : 0;
+  arena->take(workspace.more_scratch);
   if (plan.a_scaled) workspace.a_scaled = arena->take_tensor(config.dtype, {num_slots, config.d_ff});
   if (plan.recompute_h) {
     workspace.h =
@@ -435,7 +447,8 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
     down_weight.d_w_down = args.d_w_down;
     down_weight.d_b_down = args.d_b_down;
     down_weight.accumulate = args.accumulate;
-    MOESTRO_RETURN_IF_ERROR(backend->down_weight_backward(down_weight, contexts.next()));
+    MOESTRO_RETURN_IF_ERROR(
+        backend->down_weight_backward(down_weight, contexts.next_with(workspace.more_scratch)));
   }
 
   if (grads.x) {
@@ -467,7 +480,8 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
     up_weight.d_w_up = args.d_w_up;
     up_weight.d_b_up = args.d_b_up;
     up_weight.accumulate = args.accumulate;
-    MOESTRO_RETURN_IF_ERROR(backend->up_weight_backward(up_weight, contexts.next()));
+    MOESTRO_RETURN_IF_ERROR(
+        backend->up_weight_backward(up_weight, contexts.next_with(workspace.more_scratch)));
   }
   return {};
 }
