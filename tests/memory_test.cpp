@@ -1,4 +1,7 @@
 /// Memory: what a layer keeps and needs is what the functions and the design say, to the byte.
+#include <algorithm>
+
+#include "moestro/backend.hpp"
 #include "support/backend_suite.hpp"
 #include "support/count_allocations.hpp"
 
@@ -88,6 +91,29 @@ TEST_P(MemoryTest, FrozenGradientsNeedNoWorkspace) {
   const std::size_t only_weights = backward_bytes({.x = false, .w_up = false, .w_down = false});
   EXPECT_EQ(all - without_x, aligned(4 * slots * 32) - aligned(4 * slots * 16));           // dX~ lies over A'
   EXPECT_EQ(without_x - only_weights, aligned(4 * slots * 32) + aligned(4 * slots * 16));  // dH and A'
+}
+
+// Scratch of the weights' gradients (on Hopper the sums of an expert that is cut into parts) lies where dX~
+// does.
+TEST_P(MemoryTest, LargeLayersNeedNoMoreThanDHAndDX) {
+  const Backend& table = *find_backend(backend().id);
+  for (const Shape& shape : {Shape{24576, 1536, 256, 128, 8}, Shape{32768, 2048, 2048, 64, 4}}) {
+    LayerConfig config;
+    config.num_tokens = shape.num_tokens;
+    config.d_model = shape.d_model;
+    config.d_ff = shape.d_ff;
+    config.num_experts = shape.num_experts;
+    config.top_k = shape.top_k;
+    config.dtype = DType::kBF16;
+    const Context ctx = backend().context();
+    const std::int64_t slots = config.num_slots();
+    const std::size_t scratch =
+        std::max(table.stage_workspace_bytes(config, ctx),
+                 table.dispatch_workspace_bytes(shape.num_tokens, slots, shape.num_experts, ctx));
+    EXPECT_EQ(layer_bytes(config, ctx).backward_workspace,
+              aligned(4 * slots) + aligned(2 * slots * config.h_width()) +
+                  aligned(2 * slots * shape.d_model) + aligned(static_cast<std::int64_t>(scratch)));
+  }
 }
 
 TEST_P(MemoryTest, OneByteTooFewIsRefused) {

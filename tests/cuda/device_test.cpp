@@ -206,6 +206,25 @@ TEST_P(CudaDeviceTest, StagesAloneOnAnyWorkspaceGiveTheLayersBits) {
   EXPECT_EQ(alone.output_bytes(), layer.output_bytes());
 }
 
+// Partial sums of dW1 and dW2 lie in the memory of dX~; without dX they have their own. The same bits either
+// way.
+TEST_P(CudaDeviceTest, FrozenInputLeavesGradientsOfWeightsAsTheyAre) {
+  const LayerProblem problem = many_tiles(7050);
+  LayerRun all(backend(), problem);
+  const LayerResult expected = all.run();
+  for (const bool w_down : {false, true}) {
+    RunOptions options;
+    options.grads.x = false;
+    options.grads.w_down = w_down;
+    LayerRun frozen(backend(), problem, options);
+    const LayerResult result = frozen.run();
+    EXPECT_TRUE(equal_values("d_w_up", result.d_w_up, expected.d_w_up));
+    if (w_down) {
+      EXPECT_TRUE(equal_values("d_w_down", result.d_w_down, expected.d_w_down));
+    }
+  }
+}
+
 /// The layer's two calls on another stream, or another workspace.
 void enqueue(const LayerRun& run, const LayerConfig& config, const Context& ctx) {
   MOESTRO_EXPECT_OK(layer_forward(config, run.forward_args(), ctx));

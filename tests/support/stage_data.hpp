@@ -1,6 +1,7 @@
 /// Inputs of single stages: a layer problem, its index, and random tensors of routed rows.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -104,7 +105,9 @@ class StageCall {
   static std::size_t bytes(const BackendUnderTest& backend, const StageData& data, DType dtype) {
     LayerConfig config = data.config();
     config.dtype = dtype;
-    return find_backend(backend.id)->stage_workspace_bytes(config, backend.context());
+    const Backend& table = *find_backend(backend.id);
+    return std::max(table.stage_workspace_bytes(config, backend.context()),
+                    table.weight_stage_workspace_bytes(config, backend.context()));
   }
 
   BackendUnderTest backend_;
