@@ -158,7 +158,7 @@ TEST_P(DownTest, EverySubsetOfOutputsIsTheSame) {
     config.weight_position = position;
     config.has_b_up = config.has_b_down = true;
     const StageData data = stage_data(3300, {40, 12, 10, 4, 2}, config, {.sentinels = 0.2});
-    const StageCall call(backend(), data, DType::kF32);
+    const StageCall call(backend(), data, one_dtype());
     const Backward all = backward(call);
     for (int mask = 1; mask < 16; ++mask) {
       SCOPED_TRACE(mask);
@@ -183,7 +183,7 @@ TEST_P(DownTest, EverySubsetOfOutputsIsTheSame) {
 TEST_P(DownTest, WeightGradientIsZeroAtSentinels) {
   LayerConfig config;
   const StageData data = stage_data(3400, {40, 8, 8, 4, 3}, config, {.sentinels = 0.5});
-  const Backward result = backward(StageCall(backend(), data, DType::kF32));
+  const Backward result = backward(StageCall(backend(), data, one_dtype()));
   for (std::size_t slot = 0; slot < data.problem.routing.ids.size(); ++slot) {
     const std::int64_t id = data.problem.routing.ids[slot];
     if (id >= 0 && id < 4) {
@@ -275,9 +275,9 @@ TEST_P(DownTest, WeightBackwardAccumulates) {
   config.has_b_down = true;
   const StageData data = stage_data(3600, {60, 12, 10, 6, 2}, config, {.kind = RoutingKind::kHalfEmpty});
   const double initial = 3;
-  const Gradients fresh = weight_backward(StageCall(backend(), data, DType::kF32), DType::kF32);
+  const Gradients fresh = weight_backward(StageCall(backend(), data, one_dtype()), DType::kF32);
   const Gradients sum =
-      weight_backward(StageCall(backend(), data, DType::kF32), DType::kF32, true, true, &initial);
+      weight_backward(StageCall(backend(), data, one_dtype()), DType::kF32, true, true, &initial);
   for (std::size_t i = 0; i < sum.d_w_down.values.size(); ++i) {
     EXPECT_NEAR(sum.d_w_down.values[i], fresh.d_w_down.values[i] + 3, 2e-5);
   }

@@ -28,6 +28,7 @@ TEST_P(PlanTest, LayerPlanIsWhatTheLayerUses) {
   for (const SavePolicy save : kAllPolicies) {
     for (const Shape& shape : {Shape{48, 24, 16, 4, 2}, Shape{7, 5, 3, 3, 3}}) {
       LayerConfig config;
+      config.dtype = one_dtype();
       config.save = save;
       const LayerProblem problem = random_problem(8000, shape, config);
       SCOPED_TRACE(describe(problem.config));

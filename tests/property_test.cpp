@@ -76,8 +76,8 @@ TEST_P(PropertyTest, Layer) {
     const auto extent = [&](std::int64_t usual) {
       return rng.chance(0.1) ? 1 : rng.chance(0.1) ? rng.integer(60, 70) : rng.integer(1, usual);
     };
-    config.d_model = extent(24);
-    config.d_ff = extent(24);
+    config.d_model = forced_extent(extent(24));
+    config.d_ff = forced_extent(extent(24));
     const std::int64_t num_tokens = rng.chance(0.05)   ? 0
                                     : rng.chance(0.05) ? rng.integer(120, 140)
                                                        : extent(20);

@@ -214,7 +214,7 @@ TEST_P(UpTest, WeightBackward) {
 }
 
 TEST_P(UpTest, WeightBackwardAccumulates) {
-  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+  for (const DType dtype : two_dtypes()) {
     LayerConfig config;
     config.dtype = dtype;
     config.has_b_up = true;

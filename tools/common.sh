@@ -16,6 +16,26 @@ use_built_package() {
   export PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}
 }
 
+# pool FOLDER LABEL: runs jobs side by side, JOBS of them at a time. A job is two strings on standard input, each
+# ended by NUL: its name and a bash command. What it prints goes to FOLDER/LABEL.log in the order in which jobs end;
+# name, exit status and seconds of each to FOLDER/LABEL.jobs. Its status: 0 when every job's is 0.
+pool() {
+  local logs failed
+  logs=$(mktemp -d)
+  rm -f "$1/$2.log" "$1/$2.jobs"
+  LOGS=$logs ALL=$1/$2 xargs -0 -n 2 -P "$JOBS" bash -c '
+    start=$SECONDS status=0 log=$LOGS/$$
+    bash -c "$1" >"$log" 2>&1 </dev/null || status=$?
+    exec 9>>"$ALL.jobs"
+    flock 9
+    printf "%s\t%s\t%s\n" "$0" "$status" $((SECONDS - start)) >&9
+    { printf "== %s (status %s)\n" "$0" "$status"; cat "$log"; } >>"$ALL.log"
+    rm "$log"'
+  rm -r "$logs"
+  failed=$(awk -F '\t' '$2 != 0' "$1/$2.jobs" | wc -l)
+  [ "$failed" -eq 0 ]
+}
+
 say() { printf '%s\n' "$*"; }
 fail() {
   printf 'moestro: %s\n' "$*" >&2

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go: builds what is missing, then the C++ suites on the CUDA backend, the Python
-# suite on cuda, the sanitizers, a short training run, the benchmarks and the peers. Logs and results go to one folder.
+# Everything that needs a GPU, in one go: builds what is missing, then the C++ suites on the CUDA backend (as the plans
+# choose; portable kernels; Hopper's forced, where there are some), the Python suite on cuda, the sanitizers, a short
+# training run, the benchmarks and the peers. Logs and results go to one folder.
 #   tools/gpu_round.sh [OUT_FOLDER]
 # Environment:
 #   STEPS            which (default "tests python sanitize train bench peers")
@@ -8,9 +9,11 @@
 #                    were built elsewhere; without it they are built into build-cuda
 #   PYTHON           interpreter that has torch (default: .venv's, else python3)
 #   SHAPES           of the peers step (default "7B-n256 30B-n1024 olmoe"); PEERS of it (default: all that import)
-#   TEST_FILTER      of the C++ suites (default: all); SHARDS of them that run side by side (default: JOBS, at most 12)
+#   TEST_FILTER      of the C++ suites (default: all)
 #   PYTHON_TESTS     files of the python step (default: tests/python/test_*.py)
-#   STEP_SECONDS     limit of one step (default 900)
+#   JOBS             tests that run side by side (default: a core each)
+#   COMMIT           written into the results (default: git's)
+#   STEP_SECONDS     limit of one test, file or step (default 900)
 source "$(dirname "$0")/common.sh"
 out=${1:-$ROOT/build/gpu-round}
 steps=${STEPS:-tests python sanitize train bench peers}
@@ -20,14 +23,15 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 nvidia-smi -L >/dev/null 2>&1 || fail "no NVIDIA GPU here (nvidia-smi -L fails)"
 gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -n 1)
-commit=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
+compute_capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1)
+commit=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
 say "$gpu, commit $commit" | tee "$out/summary.txt"
 note() { say "$*" | tee -a "$out/summary.txt"; }
 
 if [ -z "${BIN:-}" ]; then
   cuda_build=$ROOT/build-cuda
   tools/setup.sh
-  architecture=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
+  architecture=${compute_capability/./}
   [ "$architecture" != 90 ] || architecture=90a
   say "build: $cuda_build (sm_$architecture)"
   quietly cuda-configure cmake --preset cuda "-DMOESTRO_CUDA_ARCHITECTURES=$architecture-real" -DMOESTRO_TORCH=ON \
@@ -48,48 +52,42 @@ if wants python || wants train || wants bench || wants peers; then
 fi
 
 failed=0
-# finish STEP START: waits for the step's jobs, joins their logs (STEP.*.log) into STEP.log, and says how many failed.
-pids=()
-finish() {
-  local step=$1 start=$2 broken=0 pid passed
-  for pid in "${pids[@]}"; do wait "$pid" || broken=$((broken + 1)); done
-  cat "$out/$step".*.log >"$out/$step.log"
-  rm "$out/$step".*.log
-  [ "$broken" -eq 0 ] || failed=1
-  # Of gtest's and pytest's logs: how many tests passed, and the names of those that did not.
-  passed=$(grep -Eo '^\[  PASSED  \] [0-9]+|[0-9]+ passed' "$out/$step.log" | grep -Eo '[0-9]+' |
-    awk '{n += $1} END {print n + 0}' || true)
-  note "$step: $passed passed, $broken of ${#pids[@]} runs failed, $((SECONDS - start)) s"
-  note "$(grep -E '^\[  FAILED  \] .*/|^(FAILED|ERROR) ' "$out/$step.log" | sed 's/ (.*//; s/,.*//; s/^/  /' | sort -u |
-    head -n 20 || true)"
-  pids=()
+# outcome STEP START: how many tests passed by STEP.log, and which jobs of STEP.jobs did not end well.
+outcome() {
+  note "$1: $(grep -Eo '^\[  PASSED  \] [0-9]+|[0-9]+ passed' "$out/$1.log" | grep -Eo '[0-9]+' |
+    awk '{n += $1} END {print n + 0}') passed, $((SECONDS - $2)) s"
+  awk -F '\t' '$2 != 0 {print "  " $1 " FAILED (status " $2 ", " $3 " s)"}' "$out/$1.jobs" | tee -a "$out/summary.txt"
 }
 
+# A job of the tests step is one test on one backend.
+tests_of() { # LABEL ENVIRONMENT FILTER
+  local name
+  env $2 "$BIN/moestro_tests" --gtest_list_tests --gtest_filter="$3" |
+    awk '/^[^ ].*\.( |$)/ { suite = $1 } /^  / { print suite $1 }' | while read -r name; do
+    printf '%s\0' "$1 $name" "$2 timeout $limit '$BIN/moestro_tests' --gtest_brief=1 --gtest_filter='$name'"
+  done
+}
 if wants tests; then
   start=$SECONDS
-  shards=${SHARDS:-$((JOBS > 12 ? 12 : JOBS))}
-  for ((shard = 0; shard < shards; ++shard)); do
-    MOESTRO_TEST_BACKEND=cuda,cuda_portable GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$shard \
-      timeout "$limit" "$BIN/moestro_tests" --gtest_brief=1 ${TEST_FILTER:+"--gtest_filter=$TEST_FILTER"} \
-      >"$out/tests.$shard.log" 2>&1 &
-    pids+=($!)
-  done
-  finish tests "$start"
+  {
+    tests_of cuda MOESTRO_TEST_BACKEND=cuda,cuda_portable "${TEST_FILTER:-*}"
+    [ "$compute_capability" != 9.0 ] ||
+      tests_of forced-hopper "MOESTRO_PATH=hopper MOESTRO_TEST_BACKEND=cuda" "${TEST_FILTER:-Backend/*}"
+  } | pool "$out" tests || failed=1
+  outcome tests "$start"
 fi
 
 if wants python; then
   start=$SECONDS
   for file in ${PYTHON_TESTS:-tests/python/test_*.py}; do
-    MOESTRO_TEST_DEVICE=cuda timeout "$limit" "$PYTHON" -m pytest -q -p no:cacheprovider "$file" \
-      >"$out/python.$(basename "$file" .py).log" 2>&1 &
-    pids+=($!)
-  done
-  finish python "$start"
+    printf '%s\0' "$file" \
+      "MOESTRO_TEST_DEVICE=cuda OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} timeout $limit '$PYTHON' -m pytest -q -p no:cacheprovider '$file'"
+  done | pool "$out" python || failed=1
+  outcome python "$start"
 fi
 
 if wants sanitize; then
-  SECONDS_EACH=${SECONDS_EACH:-$limit} tools/sanitize.sh "$BIN/moestro_tests" "$out/sanitizer" | tee -a "$out/summary.txt" ||
-    failed=1
+  SECONDS_EACH=${SECONDS_EACH:-$limit} tools/sanitize.sh "$BIN/moestro_tests" "$out" | tee -a "$out/summary.txt" || failed=1
 fi
 
 if wants train; then

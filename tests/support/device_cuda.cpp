@@ -3,6 +3,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 
 #include "support/device.hpp"
 
@@ -19,11 +20,26 @@ class CudaDevice final : public Device {
  public:
   CudaDevice() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate"); }
   void* allocate(std::size_t bytes) override {
+    const auto found = free_.find(bytes);
+    if (found != free_.end()) {
+      void* const pointer = found->second;
+      free_.erase(found);
+      return pointer;
+    }
     void* pointer = nullptr;
     check(cudaMalloc(&pointer, bytes == 0 ? 1 : bytes), "cudaMalloc");
+    sizes_[pointer] = bytes;
     return pointer;
   }
-  void release(void* pointer) override { check(cudaFree(pointer), "cudaFree"); }
+  void release(void* pointer) override {
+    const std::size_t bytes = sizes_.at(pointer);
+    if (bytes <= kKeptBytes) {
+      free_.emplace(bytes, pointer);
+      return;
+    }
+    sizes_.erase(pointer);
+    check(cudaFree(pointer), "cudaFree");
+  }
   void upload(void* destination, const void* source, std::size_t bytes) override {
     copy(destination, source, bytes, cudaMemcpyHostToDevice);
   }
@@ -33,11 +49,18 @@ class CudaDevice final : public Device {
   void* stream() override { return stream_; }
 
  private:
+  /// Blocks up to this size are kept for the next tensor of the very same size, so that memcheck still knows
+  /// each one's end: cudaMalloc and cudaFree would take most of the suite's time.
+  static constexpr std::size_t kKeptBytes = 1U << 20U;
+
   void copy(void* destination, const void* source, std::size_t bytes, cudaMemcpyKind kind) {
     if (bytes != 0) check(cudaMemcpyAsync(destination, source, bytes, kind, stream_), "cudaMemcpyAsync");
     check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   }
+
   cudaStream_t stream_ = nullptr;
+  std::map<void*, std::size_t> sizes_;
+  std::multimap<std::size_t, void*> free_;
 };
 
 }  // namespace

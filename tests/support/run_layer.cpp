@@ -14,6 +14,8 @@ void expect_ok(const char* function, const Status& status) {
 LayerRun::LayerRun(const BackendUnderTest& backend, const LayerProblem& problem, const RunOptions& options)
     : backend_(backend), config_(problem.config), options_(options) {
   Device& device = *backend.device;
+  options_.tokens = forced_layout(options_.tokens);
+  options_.matrices = forced_layout(options_.matrices);
   const DType dtype = config_.dtype;
   const DType real = accumulation_dtype(dtype);
   const DType grad_dtype = options.grad_dtype.value_or(dtype);
@@ -28,28 +30,28 @@ LayerRun::LayerRun(const BackendUnderTest& backend, const LayerProblem& problem,
   const bool runs_backward = options.backward && !options.inference;
   backward_workspace_ = std::make_shared<Workspace>(backend, runs_backward ? bytes_.backward_workspace : 0);
 
-  x_ = Tensor(device, "x", problem.x, dtype, options.tokens);
+  x_ = Tensor(device, "x", problem.x, dtype, options_.tokens);
   ids_ = problem.routing.ids_on(device, options.id_dtype, options.slots);
   offsets_ = problem.routing.offsets_on(device);
   weights_ = Tensor(device, "weights", problem.weights, real, options.slots);
-  w_up_ = Tensor(device, "w_up", problem.w_up, dtype, options.matrices);
-  w_down_ = Tensor(device, "w_down", problem.w_down, dtype, options.matrices);
+  w_up_ = Tensor(device, "w_up", problem.w_up, dtype, options_.matrices);
+  w_down_ = Tensor(device, "w_down", problem.w_down, dtype, options_.matrices);
   b_up_ = Tensor(device, "b_up", problem.b_up, dtype, options.biases);
   b_down_ = Tensor(device, "b_down", problem.b_down, dtype, options.biases);
-  d_y_ = Tensor(device, "d_y", problem.d_y, dtype, options.tokens);
-  y_ = Tensor::output(device, "y", problem.x.shape, dtype, options.tokens);
+  d_y_ = Tensor(device, "d_y", problem.d_y, dtype, options_.tokens);
+  y_ = Tensor::output(device, "y", problem.x.shape, dtype, options_.tokens);
   if (!runs_backward) return;
 
   const auto gradient = [&](const char* name, const Array& like, const Layout& layout) {
     if (!options.accumulate) return Tensor::output(device, name, like.shape, grad_dtype, layout);
     return Tensor(device, name, Array(like.shape, options.initial), grad_dtype, layout);
   };
-  if (grads.x) d_x_ = Tensor::output(device, "d_x", problem.x.shape, dtype, options.tokens);
+  if (grads.x) d_x_ = Tensor::output(device, "d_x", problem.x.shape, dtype, options_.tokens);
   if (grads.weights) {
     d_weights_ = Tensor::output(device, "d_weights", problem.weights.shape, real, options.slots);
   }
-  if (grads.w_up) d_w_up_ = gradient("d_w_up", problem.w_up, options.matrices);
-  if (grads.w_down) d_w_down_ = gradient("d_w_down", problem.w_down, options.matrices);
+  if (grads.w_up) d_w_up_ = gradient("d_w_up", problem.w_up, options_.matrices);
+  if (grads.w_down) d_w_down_ = gradient("d_w_down", problem.w_down, options_.matrices);
   if (grads.b_up && config_.has_b_up) d_b_up_ = gradient("d_b_up", problem.b_up, options.biases);
   if (grads.b_down && config_.has_b_down) d_b_down_ = gradient("d_b_down", problem.b_down, options.biases);
 }

@@ -71,7 +71,7 @@ class StageCall {
       : backend_(backend),
         data_(data),
         dtype_(dtype),
-        layouts_(layouts),
+        layouts_{forced_layout(layouts.rows), forced_layout(layouts.matrices)},
         index_(*backend.device, data.num_slots(), data.config().num_experts),
         workspace_(backend, bytes(backend, data, dtype)) {
     index_.upload(expected_index(data.problem.routing));

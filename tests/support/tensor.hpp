@@ -50,6 +50,12 @@ struct Layout {
   bool transposed = false;         ///< last two axes exchanged in memory
 };
 
+/// As the forced path takes it.
+inline Layout forced_layout(const Layout& layout) {
+  if (!hopper_is_forced()) return layout;
+  return {.row_padding = 8 * layout.row_padding, .outer_padding = 8 * layout.outer_padding};
+}
+
 class Tensor {
  public:
   Tensor() = default;  ///< absent
