@@ -23,7 +23,9 @@ pool() {
   local logs failed
   logs=$(mktemp -d)
   rm -f "$1/$2.log" "$1/$2.jobs"
-  LOGS=$logs ALL=$1/$2 xargs -0 -n 2 -P "$JOBS" bash -c '
+  cat >"$logs/jobs"
+  say "$2: $(($(tr -cd '\0' <"$logs/jobs" | wc -c) / 2)) jobs, $JOBS at a time"
+  LOGS=$logs ALL=$1/$2 xargs -0 -n 2 -P "$JOBS" -a "$logs/jobs" bash -c '
     start=$SECONDS status=0 log=$LOGS/$$
     bash -c "$1" >"$log" 2>&1 </dev/null || status=$?
     exec 9>>"$ALL.jobs"
