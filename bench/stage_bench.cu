@@ -135,6 +135,17 @@ struct Bench {
   }
 };
 
+/// Experts chosen by random logits.
+moestro::RouterForwardArgs route(const Bench& bench, std::int64_t num_tokens, std::int64_t num_experts,
+                                 std::int64_t top_k, Memory* memory) {
+  moestro::RouterForwardArgs router;
+  router.logits = memory->tensor(DType::kBF16, {num_tokens, num_experts}, 1.0F);
+  router.expert_ids = memory->tensor(DType::kI32, {num_tokens, top_k});
+  router.weights = memory->tensor(DType::kF32, {num_tokens, top_k});
+  check(moestro::router_forward(router, bench.ctx));
+  return router;
+}
+
 void bench_router_and_dispatch(Bench& bench, bool router, bool dispatch) {
   const struct {
     std::int64_t num_tokens, num_experts, top_k;
@@ -144,11 +155,8 @@ void bench_router_and_dispatch(Bench& bench, bool router, bool dispatch) {
     char name[64];
     std::snprintf(name, sizeof name, "T%lld,E%lld,K%lld", static_cast<long long>(shape.num_tokens),
                   static_cast<long long>(shape.num_experts), static_cast<long long>(shape.top_k));
-    moestro::RouterForwardArgs forward;
-    forward.logits = memory.tensor(DType::kBF16, {shape.num_tokens, shape.num_experts}, 1.0F);
-    forward.expert_ids = memory.tensor(DType::kI32, {shape.num_tokens, shape.top_k});
-    forward.weights = memory.tensor(DType::kF32, {shape.num_tokens, shape.top_k});
-    check(moestro::router_forward(forward, bench.ctx));
+    moestro::RouterForwardArgs forward =
+        route(bench, shape.num_tokens, shape.num_experts, shape.top_k, &memory);
     if (router) {
       bench.report("router_forward", name,
                    bench.time(20, 20, [&] { return router_forward(forward, bench.ctx); }), 0, 0);
@@ -225,11 +233,8 @@ void bench_rounding(Bench& bench) {
   constexpr std::int64_t kTile = 128;
   for (const auto& shape : shapes) {
     Memory memory;
-    moestro::RouterForwardArgs router;
-    router.logits = memory.tensor(DType::kBF16, {shape.num_tokens, shape.num_experts}, 1.0F);
-    router.expert_ids = memory.tensor(DType::kI32, {shape.num_tokens, shape.top_k});
-    router.weights = memory.tensor(DType::kF32, {shape.num_tokens, shape.top_k});
-    check(moestro::router_forward(router, bench.ctx));
+    const moestro::RouterForwardArgs router =
+        route(bench, shape.num_tokens, shape.num_experts, shape.top_k, &memory);
     moestro::RoundingArgs args;
     args.expert_ids = router.expert_ids;
     args.scores = memory.tensor(DType::kF32, {shape.num_tokens, shape.num_experts});
@@ -272,9 +277,7 @@ constexpr LayerShape kLayerShapes[] = {
     {"gpt-oss-20b", 32768, 2880, 2880, 32, 4},    {"30B-n512", 32768, 4096, 512, 256, 16},
     {"qwen3-next-T8k", 8192, 2048, 512, 512, 10}, {"qwen3-30b-T8k", 8192, 2048, 768, 128, 8}};
 
-void bench_layer(Bench& bench, const LayerShape& shape, const std::string& only) {
-  const auto wants = [&](const char* what) { return only.empty() || only.find(what) != std::string::npos; };
-  Memory memory;
+LayerConfig config_of(const LayerShape& shape) {
   LayerConfig config;
   config.num_tokens = shape.num_tokens;
   config.d_model = shape.d_model;
@@ -282,6 +285,54 @@ void bench_layer(Bench& bench, const LayerShape& shape, const std::string& only)
   config.num_experts = shape.num_experts;
   config.top_k = shape.top_k;
   config.dtype = DType::kBF16;
+  return config;
+}
+
+/// The arguments of a layer's two calls over tensors of their own.
+struct LayerArgs {
+  moestro::LayerForwardArgs forward;
+  moestro::LayerBackwardArgs backward;
+
+  /// All but the routing, `saved` and d_weights.
+  LayerArgs(const LayerConfig& config, Memory* memory) {
+    const DType dtype = config.dtype;
+    const std::int64_t num_tokens = config.num_tokens;
+    const std::int64_t num_experts = config.num_experts;
+    const std::int64_t d = config.d_model;
+    forward.x = backward.x = memory->tensor(dtype, {num_tokens, d}, 1.0F);
+    forward.w_up = backward.w_up = memory->tensor(dtype, {num_experts, config.h_width(), d}, 0.02F);
+    forward.w_down = backward.w_down = memory->tensor(dtype, {num_experts, d, config.d_ff}, 0.02F);
+    forward.y = memory->tensor(dtype, {num_tokens, d});
+    backward.d_y = memory->tensor(dtype, {num_tokens, d}, 1.0F);
+    backward.d_x = memory->tensor(dtype, {num_tokens, d});
+    give_weight_gradients(config, dtype, memory);
+  }
+  void give_weight_gradients(const LayerConfig& config, DType dtype, Memory* memory) {
+    backward.d_w_up = memory->tensor(dtype, {config.num_experts, config.h_width(), config.d_model});
+    backward.d_w_down = memory->tensor(dtype, {config.num_experts, config.d_model, config.d_ff});
+  }
+  /// `offsets` where the routing is ragged.
+  void give_routing(const TensorView& ids, const TensorView& weights, const TensorView& offsets,
+                    const TensorView& d_weights) {
+    forward.expert_ids = ids;
+    forward.weights = backward.weights = weights;
+    forward.token_offsets = backward.token_offsets = offsets;
+    backward.d_weights = d_weights;
+  }
+  void give_saved(void* saved, std::size_t bytes) {
+    forward.saved = backward.saved = saved;
+    forward.saved_bytes = backward.saved_bytes = bytes;
+  }
+  Status step(const LayerConfig& config, const moestro::Context& ctx) const {
+    const Status status = layer_forward(config, forward, ctx);
+    return status.ok() ? layer_backward(config, backward, ctx) : status;
+  }
+};
+
+void bench_layer(Bench& bench, const LayerShape& shape, const std::string& only) {
+  const auto wants = [&](const char* what) { return only.empty() || only.find(what) != std::string::npos; };
+  Memory memory;
+  const LayerConfig config = config_of(shape);
   const std::int64_t num_slots = config.num_slots();
   const std::int64_t width = config.h_width();
   const DType bf16 = DType::kBF16;
@@ -289,34 +340,15 @@ void bench_layer(Bench& bench, const LayerShape& shape, const std::string& only)
   const moestro::LayerBytes bytes = moestro::layer_bytes(config, ctx);
   ctx.workspace_bytes = std::max(bytes.forward_workspace, bytes.backward_workspace);
   ctx.workspace = memory.take(ctx.workspace_bytes);
-
-  moestro::RouterForwardArgs router;
-  router.logits = memory.tensor(bf16, {shape.num_tokens, shape.num_experts}, 1.0F);
-  router.expert_ids = memory.tensor(DType::kI32, {shape.num_tokens, shape.top_k});
-  router.weights = memory.tensor(DType::kF32, {shape.num_tokens, shape.top_k});
-  check(moestro::router_forward(router, ctx));
-  moestro::LayerForwardArgs forward;
-  forward.x = memory.tensor(bf16, {shape.num_tokens, shape.d_model}, 1.0F);
-  forward.expert_ids = router.expert_ids;
-  forward.weights = router.weights;
-  forward.w_up = memory.tensor(bf16, {shape.num_experts, width, shape.d_model}, 0.02F);
-  forward.w_down = memory.tensor(bf16, {shape.num_experts, shape.d_model, shape.d_ff}, 0.02F);
-  forward.y = memory.tensor(bf16, {shape.num_tokens, shape.d_model});
-  forward.saved_bytes = bytes.saved;
-  forward.saved = memory.take(bytes.saved);
+  const moestro::RouterForwardArgs router =
+      route(bench, shape.num_tokens, shape.num_experts, shape.top_k, &memory);
+  LayerArgs args(config, &memory);
+  args.give_routing(router.expert_ids, router.weights, {},
+                    memory.tensor(DType::kF32, {shape.num_tokens, shape.top_k}));
+  args.give_saved(memory.take(bytes.saved), bytes.saved);
+  const moestro::LayerForwardArgs& forward = args.forward;
+  const moestro::LayerBackwardArgs& backward = args.backward;
   check(moestro::layer_forward(config, forward, ctx));
-  moestro::LayerBackwardArgs backward;
-  backward.d_y = memory.tensor(bf16, {shape.num_tokens, shape.d_model}, 1.0F);
-  backward.x = forward.x;
-  backward.weights = forward.weights;
-  backward.w_up = forward.w_up;
-  backward.w_down = forward.w_down;
-  backward.saved = forward.saved;
-  backward.saved_bytes = forward.saved_bytes;
-  backward.d_x = memory.tensor(bf16, {shape.num_tokens, shape.d_model});
-  backward.d_weights = memory.tensor(DType::kF32, {shape.num_tokens, shape.top_k});
-  backward.d_w_up = memory.tensor(bf16, {shape.num_experts, width, shape.d_model});
-  backward.d_w_down = memory.tensor(bf16, {shape.num_experts, shape.d_model, shape.d_ff});
 
   const double product = 2.0 * static_cast<double>(num_slots) * static_cast<double>(shape.d_model) *
                          static_cast<double>(shape.d_ff);  // of one n x d matrix
@@ -397,20 +429,13 @@ void bench_layer(Bench& bench, const LayerShape& shape, const std::string& only)
                  bench.time(1, 8, [&] { return layer_backward(config, backward, ctx); }), 6 * product, 0);
   }
   if (wants("accumulate")) {  // the step's gradients of the weights in their own dtype, and added to f32 ones
-    moestro::LayerBackwardArgs adding = backward;
-    adding.d_w_up = memory.tensor(DType::kF32, {shape.num_experts, width, shape.d_model});
-    adding.d_w_down = memory.tensor(DType::kF32, {shape.num_experts, shape.d_model, shape.d_ff});
-    adding.accumulate = true;
+    LayerArgs adding = args;
+    adding.give_weight_gradients(config, DType::kF32, &memory);
+    adding.backward.accumulate = true;
     std::vector<double> plain_us, adding_us;
     for (int turn = 0; turn < 3; ++turn) {
-      const auto step = [&](const moestro::LayerBackwardArgs& args) {
-        return bench.time(1, 8, [&] {
-          const Status status = layer_forward(config, forward, ctx);
-          return status.ok() ? layer_backward(config, args, ctx) : status;
-        });
-      };
-      plain_us.push_back(step(backward));
-      adding_us.push_back(step(adding));
+      plain_us.push_back(bench.time(1, 8, [&] { return args.step(config, ctx); }));
+      adding_us.push_back(bench.time(1, 8, [&] { return adding.step(config, ctx); }));
     }
     std::sort(plain_us.begin(), plain_us.end());
     std::sort(adding_us.begin(), adding_us.end());
@@ -441,21 +466,10 @@ void bench_layer(Bench& bench, const LayerShape& shape, const std::string& only)
 /// Forward and backward of the layer with plain top-K and with token rounding to tiles of 64 and 128, by
 /// turns; and what comes in addition: rounding, and the weights of the rounded pairs.
 void bench_rounded_layer(Bench& bench, const LayerShape& shape) {
-  const DType bf16 = DType::kBF16;
   Memory memory;
-  const TensorView x = memory.tensor(bf16, {shape.num_tokens, shape.d_model}, 1.0F);
-  const TensorView d_y = memory.tensor(bf16, {shape.num_tokens, shape.d_model}, 1.0F);
-  const TensorView w_up = memory.tensor(bf16, {shape.num_experts, 2 * shape.d_ff, shape.d_model}, 0.02F);
-  const TensorView w_down = memory.tensor(bf16, {shape.num_experts, shape.d_model, shape.d_ff}, 0.02F);
-  const TensorView d_w_up = memory.tensor(bf16, {shape.num_experts, 2 * shape.d_ff, shape.d_model});
-  const TensorView d_w_down = memory.tensor(bf16, {shape.num_experts, shape.d_model, shape.d_ff});
-  const TensorView y = memory.tensor(bf16, {shape.num_tokens, shape.d_model});
-  const TensorView d_x = memory.tensor(bf16, {shape.num_tokens, shape.d_model});
-  moestro::RouterForwardArgs router;
-  router.logits = memory.tensor(bf16, {shape.num_tokens, shape.num_experts}, 1.0F);
-  router.expert_ids = memory.tensor(DType::kI32, {shape.num_tokens, shape.top_k});
-  router.weights = memory.tensor(DType::kF32, {shape.num_tokens, shape.top_k});
-  check(moestro::router_forward(router, bench.ctx));
+  const LayerConfig config = config_of(shape);
+  const moestro::RouterForwardArgs router =
+      route(bench, shape.num_tokens, shape.num_experts, shape.top_k, &memory);
   const TensorView scores = memory.tensor(DType::kF32, {shape.num_tokens, shape.num_experts});
   softmax_kernel<<<static_cast<unsigned>((shape.num_tokens + 127) / 128), 128, 0, bench.stream>>>(
       static_cast<const unsigned short*>(router.logits.data), static_cast<float*>(scores.data),
@@ -468,13 +482,6 @@ void bench_rounded_layer(Bench& bench, const LayerShape& shape) {
     std::vector<double> us;
   };
   std::vector<Way> ways;
-  LayerConfig config;
-  config.num_tokens = shape.num_tokens;
-  config.d_model = shape.d_model;
-  config.d_ff = shape.d_ff;
-  config.num_experts = shape.num_experts;
-  config.top_k = shape.top_k;
-  config.dtype = bf16;
   ways.push_back({std::string(shape.name) + ",plain", config, router.expert_ids, router.weights, {}, {}});
   moestro::Context ctx = bench.ctx;
   ctx.workspace_bytes = moestro::rounding_workspace_bytes(shape.num_tokens, shape.num_experts, ctx);
@@ -520,38 +527,15 @@ void bench_rounded_layer(Bench& bench, const LayerShape& shape) {
   ctx.workspace_bytes = workspace_bytes;
   ctx.workspace = shared.take(workspace_bytes);
   void* const saved = shared.take(saved_bytes);
+  LayerArgs args(config, &shared);
+  args.give_saved(saved, saved_bytes);
   const TensorView d_weights = shared.tensor(DType::kF32, {ways.back().config.ragged_slots});
   for (int turn = 0; turn < 3; ++turn) {
     for (Way& way : ways) {
-      moestro::LayerForwardArgs forward;
-      forward.x = x;
-      forward.expert_ids = way.ids;
-      forward.token_offsets = way.offsets;
-      forward.weights = way.weights;
-      forward.w_up = w_up;
-      forward.w_down = w_down;
-      forward.y = y;
-      forward.saved = saved;
-      forward.saved_bytes = saved_bytes;
-      moestro::LayerBackwardArgs backward;
-      backward.d_y = d_y;
-      backward.x = x;
-      backward.token_offsets = way.offsets;
-      backward.weights = way.weights;
-      backward.w_up = w_up;
-      backward.w_down = w_down;
-      backward.saved = saved;
-      backward.saved_bytes = saved_bytes;
-      backward.d_x = d_x;
-      backward.d_weights = moestro::make_view(d_weights.data, DType::kF32, {way.config.ragged_slots});
-      if (way.config.top_k != 0)
-        backward.d_weights = moestro::make_view(d_weights.data, DType::kF32, {shape.num_tokens, shape.top_k});
-      backward.d_w_up = d_w_up;
-      backward.d_w_down = d_w_down;
-      way.us.push_back(bench.time(1, 5, [&] {
-        const Status status = layer_forward(way.config, forward, ctx);
-        return status.ok() ? layer_backward(way.config, backward, ctx) : status;
-      }));
+      TensorView d_slots = way.weights;  // the same shape
+      d_slots.data = d_weights.data;
+      args.give_routing(way.ids, way.weights, way.offsets, d_slots);
+      way.us.push_back(bench.time(1, 5, [&] { return args.step(way.config, ctx); }));
     }
   }
   for (Way& way : ways) {
