@@ -217,7 +217,7 @@ class Builder {
     const DType dtype = config_.dtype;
     const Backend* backend = find_backend(target_.id);
     stage_ctx_ = context_with(std::max(backend->stage_workspace_bytes(config_, ctx_),
-                                       backend->weight_stage_workspace_bytes(config_, ctx_)));
+                                       backend->gradient_workspace_bytes(config_, ctx_)));
     row_weights_ = problem_.tensor(accumulation_dtype(dtype), {num_slots});
     const TensorView h = problem_.tensor(dtype, {num_slots, config_.h_width()});
     const TensorView a = problem_.tensor(dtype, {num_slots, config_.d_ff});

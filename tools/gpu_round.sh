@@ -11,7 +11,8 @@
 #   SHAPES           of the peers step (default "7B-n256 30B-n1024 olmoe"); PEERS of it (default: all that import)
 #   TEST_FILTER      of the C++ suites (default: all)
 #   PYTHON_TESTS     files of the python step (default: tests/python/test_*.py)
-#   JOBS             tests that run side by side (default: a core each)
+#   JOBS             compilers at a time (default: a core each)
+#   GPU_JOBS         tests at a time (default 6: processes that share a GPU wait for each other)
 #   COMMIT           written into the results (default: git's)
 #   STEP_SECONDS     limit of one test, file or step (default 900)
 source "$(dirname "$0")/common.sh"
@@ -44,6 +45,7 @@ if [ -z "${BIN:-}" ]; then
     "$cuda_build"/python/csrc/libmoestro_torch.{so,json} "$BIN"
 fi
 BIN=$(cd "$BIN" && pwd)
+JOBS=${GPU_JOBS:-6}
 if [ -z "${PYTHON:-}" ]; then PYTHON=$VENV/bin/python && [ -x "$PYTHON" ] || PYTHON=python3; fi
 export MOESTRO_LIBRARY=$BIN/libmoestro_torch.so
 export PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}
@@ -87,7 +89,7 @@ if wants python; then
 fi
 
 if wants sanitize; then
-  SECONDS_EACH=${SECONDS_EACH:-$limit} tools/sanitize.sh "$BIN/moestro_tests" "$out" | tee -a "$out/summary.txt" || failed=1
+  JOBS=$JOBS SECONDS_EACH=${SECONDS_EACH:-$limit} tools/sanitize.sh "$BIN/moestro_tests" "$out" | tee -a "$out/summary.txt" || failed=1
 fi
 
 if wants train; then

@@ -38,12 +38,13 @@ struct Backend {
   /// Private scratch (ctx.workspace) that dispatch_forward takes.
   std::size_t (*dispatch_workspace_bytes)(std::int64_t num_tokens, std::int64_t num_slots,
                                           std::int64_t num_experts, const Context&);
-  /// Private scratch that the other stages of a layer take, but for the next two: the largest of all of
+  /// Private scratch that the other stages of a layer take, but for the next three: the largest of all of
   /// them, since they run one after another.
   std::size_t (*stage_workspace_bytes)(const LayerConfig& config, const Context&);
-  /// Private scratch of down_weight_backward and up_weight_backward; what goes beyond stage_workspace_bytes
-  /// lies where dX~ does, which is not written yet, or dead, when they run.
-  std::size_t (*weight_stage_workspace_bytes)(const LayerConfig& config, const Context&);
+  /// Private scratch of down_backward, down_weight_backward and up_weight_backward, at least
+  /// stage_workspace_bytes. What goes beyond that lies where dX~ does, which is not written yet, or dead, when
+  /// they run.
+  std::size_t (*gradient_workspace_bytes)(const LayerConfig& config, const Context&);
 
   /// One line on which kernels `config` takes on ctx's device, and why ("hopper: sm_90a, bf16, n and
   /// d multiples of 64"). Writes at most `size` bytes, always terminated.

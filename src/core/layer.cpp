@@ -8,6 +8,8 @@
 /// Nothing of size R*d lives longer than one call.
 #include "moestro/layer.hpp"
 
+#include <algorithm>
+
 #include "core/arena.hpp"
 #include "core/check.hpp"
 #include "moestro/backend.hpp"
@@ -47,11 +49,7 @@ struct Scratch {
 };
 
 /// The stages' private scratch; they run one after another and share it.
-Scratch lay_out_scratch(const LayerConfig& config, const Backend& backend, const Context& ctx, Arena* arena) {
-  std::size_t bytes = backend.stage_workspace_bytes(config, ctx);
-  const std::size_t dispatch_bytes =
-      backend.dispatch_workspace_bytes(config.num_tokens, config.num_slots(), config.num_experts, ctx);
-  if (dispatch_bytes > bytes) bytes = dispatch_bytes;
+Scratch take_scratch(std::size_t bytes, Arena* arena) {
   return {arena->take(bytes), bytes};
 }
 
@@ -90,7 +88,10 @@ ForwardWorkspace lay_out_forward(const LayerConfig& config, bool inference, cons
                                  const Context& ctx, Arena* arena) {
   const std::int64_t num_slots = config.num_slots();
   ForwardWorkspace workspace;
-  workspace.scratch = lay_out_scratch(config, backend, ctx, arena);
+  const std::size_t dispatch_bytes =
+      backend.dispatch_workspace_bytes(config.num_tokens, num_slots, config.num_experts, ctx);
+  workspace.scratch =
+      take_scratch(std::max(dispatch_bytes, backend.stage_workspace_bytes(config, ctx)), arena);
   if (inference) {
     workspace.index =
         carve_index(arena->take(index_bytes(num_slots, config.num_experts)), num_slots, config.num_experts);
@@ -129,13 +130,14 @@ BackwardPlan plan_backward(const LayerConfig& config, const GradRequest& grads) 
 
 struct BackwardWorkspace {
   Scratch scratch;
-  std::size_t more_scratch;  // of the weights' gradients, after scratch; d_x_rows takes its place
+  std::size_t more_scratch;  // after scratch, for the stages of gradient_workspace_bytes
   TensorView row_weights;
   TensorView d_h;
   TensorView d_h_bias;
   TensorView a_scaled;
-  TensorView h;         // policy none
-  TensorView d_x_rows;  // shares its memory with a_scaled and h, where they are dead when it is written
+  TensorView h;  // policy none
+  /// In the place of more_scratch, row_weights, a_scaled and h, which are dead when it is written.
+  TensorView d_x_rows;
 };
 
 BackwardWorkspace lay_out_backward(const LayerConfig& config, const GradRequest& grads,
@@ -143,18 +145,15 @@ BackwardWorkspace lay_out_backward(const LayerConfig& config, const GradRequest&
   const std::int64_t num_slots = config.num_slots();
   const BackwardPlan plan = plan_backward(config, grads);
   BackwardWorkspace workspace;
-  if (plan.row_weights)
-    workspace.row_weights = arena->take_tensor(accumulation_dtype(config.dtype), {num_slots});
   const bool own_d_h = plan.d_h && !(plan.in_place && keeps_h(config));
   if (own_d_h) workspace.d_h = arena->take_tensor(config.dtype, {num_slots, config.h_width()});
   if (plan.d_h_bias) workspace.d_h_bias = arena->take_tensor(config.dtype, {num_slots, config.h_width()});
-  workspace.scratch = lay_out_scratch(config, backend, ctx, arena);
+  workspace.scratch = take_scratch(backend.stage_workspace_bytes(config, ctx), arena);
   const std::size_t shared = arena->used();
-  const std::size_t weight_bytes = backend.weight_stage_workspace_bytes(config, ctx);
-  const bool weight_stages = grads.w_down || grads.b_down || grads.w_up || grads.b_up;
-  workspace.more_scratch =
-      weight_stages && weight_bytes > workspace.scratch.bytes ? weight_bytes - workspace.scratch.bytes : 0;
+  workspace.more_scratch = backend.gradient_workspace_bytes(config, ctx) - workspace.scratch.bytes;
   arena->take(workspace.more_scratch);
+  if (plan.row_weights)
+    workspace.row_weights = arena->take_tensor(accumulation_dtype(config.dtype), {num_slots});
   if (plan.a_scaled) workspace.a_scaled = arena->take_tensor(config.dtype, {num_slots, config.d_ff});
   if (plan.recompute_h) {
     workspace.h =
@@ -435,7 +434,7 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
     down.d_h_bias = workspace.d_h_bias;
     down.a_scaled = workspace.a_scaled;
     down.d_weights = args.d_weights;
-    MOESTRO_RETURN_IF_ERROR(backend->down_backward(down, contexts.next()));
+    MOESTRO_RETURN_IF_ERROR(backend->down_backward(down, contexts.next_with(workspace.more_scratch)));
   }
 
   if (grads.w_down || grads.b_down) {

@@ -56,7 +56,7 @@ const Backend* cpu_backend() {
       .rounding_workspace_bytes = rounding_workspace_bytes,
       .dispatch_workspace_bytes = dispatch_workspace_bytes,
       .stage_workspace_bytes = stage_workspace_bytes,
-      .weight_stage_workspace_bytes = stage_workspace_bytes,
+      .gradient_workspace_bytes = stage_workspace_bytes,
       .describe_path = describe_path,
   };
   return &backend;

@@ -10,16 +10,16 @@
 namespace moestro::cuda {
 namespace {
 
-std::size_t stage_workspace_bytes(const LayerConfig& config, const Context&) {
+std::size_t stage_workspace_bytes(const LayerConfig&, const Context&) {
+  return kCounterBytes;
+}
+
+std::size_t gradient_workspace_bytes(const LayerConfig& config, const Context&) {
   const bool has_dots = config.has_b_down && config.weight_position == WeightPosition::kAfter;
   const std::int64_t num_slots = config.num_slots();
   return std::max({down_backward_workspace_bytes(num_slots, config.d_ff, has_dots),
-                   hopper::down_backward_workspace_bytes(num_slots, config.d_ff, has_dots)});
-}
-
-std::size_t weight_stage_workspace_bytes(const LayerConfig& config, const Context&) {
-  const std::int64_t num_slots = config.num_slots();
-  return std::max({hopper::weight_backward_workspace_bytes(num_slots, config.h_width(), config.d_model),
+                   hopper::down_backward_workspace_bytes(num_slots, config.d_ff, has_dots),
+                   hopper::weight_backward_workspace_bytes(num_slots, config.h_width(), config.d_model),
                    hopper::weight_backward_workspace_bytes(num_slots, config.d_ff, config.d_model)});
 }
 
@@ -80,7 +80,7 @@ const Backend* cuda_backend() {
       .rounding_workspace_bytes = cuda::rounding_workspace_bytes,
       .dispatch_workspace_bytes = cuda::dispatch_workspace_bytes,
       .stage_workspace_bytes = stage_workspace_bytes,
-      .weight_stage_workspace_bytes = weight_stage_workspace_bytes,
+      .gradient_workspace_bytes = gradient_workspace_bytes,
       .describe_path = describe_path,
   };
   return &kBackend;

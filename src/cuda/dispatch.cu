@@ -241,12 +241,12 @@ __device__ void count_slots(const DispatchParams& p, const Shared& shared, bool 
 #pragma unroll 1
   for (int base = 8 * warp; base < p.columns; base += 8 * num_warps) {
     const int column = base + lane / 4;
-    std::int32_t* counter = shared.counters + min(column, p.columns - 1) * shared.pitch;
+    std::int32_t* counter = shared.counters + column * shared.pitch;
     std::int32_t count[kMaxWarps / 4];
     std::int32_t sum = 0;
 #pragma unroll
     for (int i = 0; i < kMaxWarps / 4; ++i) {
-      count[i] = begin + i < stop ? counter[begin + i] : 0;
+      count[i] = column < p.columns && begin + i < stop ? counter[begin + i] : 0;
       sum += count[i];
     }
     std::int32_t inclusive = sum;

@@ -27,7 +27,7 @@ const Backend* reference_backend() {
       .dispatch_workspace_bytes = [](std::int64_t, std::int64_t, std::int64_t,
                                      const Context&) -> std::size_t { return 0; },
       .stage_workspace_bytes = [](const LayerConfig&, const Context&) -> std::size_t { return 0; },
-      .weight_stage_workspace_bytes = [](const LayerConfig&, const Context&) -> std::size_t { return 0; },
+      .gradient_workspace_bytes = [](const LayerConfig&, const Context&) -> std::size_t { return 0; },
       .describe_path =
           [](const LayerConfig&, const Context&, char* text, std::size_t size) {
             std::snprintf(text, size, "reference: double precision, plain loops, one thread");

@@ -107,7 +107,7 @@ class StageCall {
     config.dtype = dtype;
     const Backend& table = *find_backend(backend.id);
     return std::max(table.stage_workspace_bytes(config, backend.context()),
-                    table.weight_stage_workspace_bytes(config, backend.context()));
+                    table.gradient_workspace_bytes(config, backend.context()));
   }
 
   BackendUnderTest backend_;

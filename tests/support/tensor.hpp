@@ -33,7 +33,10 @@ class GuardedBuffer {
   std::size_t high_water() const;
 
  private:
+  std::vector<unsigned char> read(std::size_t first, std::size_t count) const;  ///< of the allocation
   void check_guards() const;
+  void check_guard(const std::vector<unsigned char>& guard, const char* where) const;
+  void forbid_guards() const;  ///< on the host
 
   Device& device_;
   std::size_t bytes_;
