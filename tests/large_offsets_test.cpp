@@ -138,10 +138,10 @@ struct Spread {
 
 TEST_P(SpreadTest, EveryStageFollowsStridesBeyond32Bits) {
   if (!device().on_host()) GTEST_SKIP() << "needs more addresses than a device has memory";
-  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+  for (const DType dtype : two_dtypes()) {
     LayerConfig config;
     config.dtype = dtype;
-    const StageData data = stage_data(8000, {5, 16, 12, 3, 2}, config);
+    const StageData data = stage_data(8000, {5, 16, 16, 3, 2}, config);
     const StageCall call(backend(), data, dtype);
     const Tensor row_weights = call.in_real("row_weights", data.row_weights);
     const std::int64_t slots = data.num_slots();
@@ -150,12 +150,12 @@ TEST_P(SpreadTest, EveryStageFollowsStridesBeyond32Bits) {
     const Spread w_up(data.problem.w_up, dtype);
     const Spread w_down(data.problem.w_down, dtype);
     const Spread d_y(data.problem.d_y, dtype);
-    const Spread h({slots, 24}, dtype);
-    const Spread a({slots, 12}, dtype);
+    const Spread h({slots, 32}, dtype);
+    const Spread a({slots, 16}, dtype);
     const Spread y_rows({slots, 16}, dtype);
     const Spread y({5, 16}, dtype);
-    const Spread d_h({slots, 24}, dtype);
-    const Spread a_scaled({slots, 12}, dtype);
+    const Spread d_h({slots, 32}, dtype);
+    const Spread a_scaled({slots, 16}, dtype);
     const Spread d_x_rows({slots, 16}, dtype);
     const Spread d_x({5, 16}, dtype);
     const Spread d_w_up(data.problem.w_up.shape, dtype);

@@ -54,27 +54,32 @@ if wants python || wants train || wants bench || wants peers; then
 fi
 
 failed=0
-# outcome STEP START: how many tests passed by STEP.log, and which jobs of STEP.jobs did not end well.
+# outcome STEP START: how many tests passed by STEP.log, which did not, and which jobs of STEP.jobs did not end well.
 outcome() {
   note "$1: $(grep -Eo '^\[  PASSED  \] [0-9]+|[0-9]+ passed' "$out/$1.log" | grep -Eo '[0-9]+' |
     awk '{n += $1} END {print n + 0}') passed, $((SECONDS - $2)) s"
-  awk -F '\t' '$2 != 0 {print "  " $1 " FAILED (status " $2 ", " $3 " s)"}' "$out/$1.jobs" | tee -a "$out/summary.txt"
+  {
+    awk -F '\t' '$2 != 0 {print "  " $1 ": status " $2 " after " $3 " s"}' "$out/$1.jobs"
+    grep -E '^\[  FAILED  \] .*, where|^(FAILED|ERROR) ' "$out/$1.log" | sed 's/, where.*//; s/ - .*//; s/^/  /' | sort -u
+  } | tee -a "$out/summary.txt"
 }
 
-# A job of the tests step is one test on one backend.
+# Jobs of the tests step: the suites on one backend, in parts, since a process takes a second or two to start.
 tests_of() { # LABEL ENVIRONMENT FILTER
-  local name
-  env $2 "$BIN/moestro_tests" --gtest_list_tests --gtest_filter="$3" |
-    awk '/^[^ ].*\.( |$)/ { suite = $1 } /^  / { print suite $1 }' | while read -r name; do
-    printf '%s\0' "$1 $name" "$2 timeout $limit '$BIN/moestro_tests' --gtest_brief=1 --gtest_filter='$name'"
+  local parts=12 part
+  for ((part = 0; part < parts; ++part)); do
+    printf '%s\0' "$1, part $part of $parts" \
+      "$2 GTEST_TOTAL_SHARDS=$parts GTEST_SHARD_INDEX=$part MOESTRO_PROPERTY_COUNT=${MOESTRO_PROPERTY_COUNT:-500} \
+        timeout $limit '$BIN/moestro_tests' --gtest_filter='$3'"
   done
 }
 if wants tests; then
   start=$SECONDS
   {
-    tests_of cuda MOESTRO_TEST_BACKEND=cuda,cuda_portable "${TEST_FILTER:-*}"
+    tests_of cuda MOESTRO_TEST_BACKEND=cuda "${TEST_FILTER:-*}"
+    tests_of cuda_portable MOESTRO_TEST_BACKEND=cuda_portable "${TEST_FILTER:-Backend/*}"
     [ "$compute_capability" != 9.0 ] ||
-      tests_of forced-hopper "MOESTRO_PATH=hopper MOESTRO_TEST_BACKEND=cuda" "${TEST_FILTER:-Backend/*}"
+      tests_of "Hopper forced" "MOESTRO_PATH=hopper MOESTRO_TEST_BACKEND=cuda" "${TEST_FILTER:-Backend/*}"
   } | pool "$out" tests || failed=1
   outcome tests "$start"
 fi

@@ -31,13 +31,17 @@ constexpr unsigned char kGuard = 0xc3;
 }  // namespace
 
 GuardedBuffer::GuardedBuffer(Device& device, std::size_t bytes, std::string name, std::size_t misalignment)
+    : GuardedBuffer(device, std::vector<unsigned char>(bytes, 0xff), std::move(name), misalignment) {}
+
+GuardedBuffer::GuardedBuffer(Device& device, const std::vector<unsigned char>& content, std::string name,
+                             std::size_t misalignment)
     : device_(device),
-      bytes_(bytes),
+      bytes_(content.size()),
       name_(std::move(name)),
       offset_(kGuardBytes + misalignment),
-      allocation_(device.allocate(offset_ + bytes + kGuardBytes)) {
-  std::vector<unsigned char> image(offset_ + bytes + kGuardBytes, kGuard);
-  std::fill_n(image.begin() + static_cast<std::ptrdiff_t>(offset_), bytes, 0xff);
+      allocation_(device.allocate(offset_ + bytes_ + kGuardBytes)) {
+  std::vector<unsigned char> image(offset_ + bytes_ + kGuardBytes, kGuard);
+  std::copy(content.begin(), content.end(), image.begin() + static_cast<std::ptrdiff_t>(offset_));
   device_.upload(allocation_, image.data(), image.size());
   if (device_.on_host()) forbid_guards();
 }
@@ -103,8 +107,8 @@ std::size_t GuardedBuffer::high_water() const {
   return used;
 }
 
-void Tensor::place(Device& device, const std::string& name, std::vector<std::int64_t> shape, DType dtype,
-                   Layout layout) {
+void Tensor::place(const std::string& name, std::vector<std::int64_t> shape, DType dtype,
+                   const Layout& layout) {
   name_ = name;
   view_.dtype = dtype;
   view_.rank = static_cast<int>(shape.size());
@@ -122,9 +126,12 @@ void Tensor::place(Device& device, const std::string& name, std::vector<std::int
   const std::int64_t element_bytes = dtype_bytes(dtype);
   const std::int64_t count = view_.numel() == 0 ? 0 : last + 1;
   if (layout.transposed) view_ = transposed(view_);
-  buffer_ = std::make_shared<GuardedBuffer>(device, static_cast<std::size_t>(count * element_bytes), name,
-                                            static_cast<std::size_t>(layout.misalignment * element_bytes));
-  uploaded_.assign(buffer_->bytes(), 0xff);
+  misalignment_ = static_cast<std::size_t>(layout.misalignment * element_bytes);
+  uploaded_.assign(static_cast<std::size_t>(count * element_bytes), 0xff);
+}
+
+void Tensor::upload(Device& device) {
+  buffer_ = std::make_shared<GuardedBuffer>(device, uploaded_, name_, misalignment_);
   view_.data = buffer_->data();
 }
 
@@ -150,25 +157,26 @@ void for_each_element(const TensorView& view, Visit visit) {
 
 Tensor::Tensor(Device& device, const std::string& name, const Array& array, DType dtype, Layout layout) {
   if (!array.present()) return;
-  place(device, name, array.shape, dtype, layout);
+  place(name, array.shape, dtype, layout);
   const TensorView image = host_view(uploaded_);
   for_each_element(image, [&](std::int64_t i, std::int64_t j, std::int64_t k) {
     store_real(image, array.at(i, j, k), i, j, k);
   });
-  buffer_->upload(uploaded_);
+  upload(device);
 }
 
 Tensor Tensor::output(Device& device, const std::string& name, std::vector<std::int64_t> shape, DType dtype,
                       Layout layout) {
   Tensor tensor;
-  tensor.place(device, name, std::move(shape), dtype, layout);
+  tensor.place(name, std::move(shape), dtype, layout);
+  tensor.upload(device);
   return tensor;
 }
 
 Tensor Tensor::integers(Device& device, const std::string& name, std::vector<std::int64_t> shape,
                         const std::vector<std::int64_t>& values, DType dtype, Layout layout) {
   Tensor tensor;
-  tensor.place(device, name, std::move(shape), dtype, layout);
+  tensor.place(name, std::move(shape), dtype, layout);
   const TensorView image = tensor.host_view(tensor.uploaded_);
   std::size_t next = 0;
   for_each_element(image, [&](std::int64_t i, std::int64_t j, std::int64_t k) {
@@ -180,7 +188,7 @@ Tensor Tensor::integers(Device& device, const std::string& name, std::vector<std
       static_cast<std::int32_t*>(image.data)[offset] = static_cast<std::int32_t>(value);
     }
   });
-  tensor.buffer_->upload(tensor.uploaded_);
+  tensor.upload(device);
   return tensor;
 }
 

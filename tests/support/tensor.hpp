@@ -17,8 +17,10 @@ namespace moestro::test {
 
 class GuardedBuffer {
  public:
-  /// Its `bytes` start at a 256-byte boundary plus `misalignment`.
+  /// Its `bytes`, poisoned, start at a 256-byte boundary plus `misalignment`.
   GuardedBuffer(Device& device, std::size_t bytes, std::string name, std::size_t misalignment = 0);
+  GuardedBuffer(Device& device, const std::vector<unsigned char>& content, std::string name,
+                std::size_t misalignment = 0);
   ~GuardedBuffer();
   GuardedBuffer(const GuardedBuffer&) = delete;
   GuardedBuffer& operator=(const GuardedBuffer&) = delete;
@@ -83,13 +85,15 @@ class Tensor {
   void expect_unchanged() const;
 
  private:
-  void place(Device& device, const std::string& name, std::vector<std::int64_t> shape, DType dtype,
-             Layout layout);
+  /// Where its elements lie, in poison.
+  void place(const std::string& name, std::vector<std::int64_t> shape, DType dtype, const Layout& layout);
+  void upload(Device& device);
   TensorView host_view(std::vector<unsigned char>& image) const;
 
   std::shared_ptr<GuardedBuffer> buffer_;
   TensorView view_;
   std::string name_;
+  std::size_t misalignment_ = 0;
   std::vector<unsigned char> uploaded_;
 };
 
