@@ -234,6 +234,7 @@ struct SmallLayer {
   Shape shape{20, 72, 40, 3, 2};
   LayerConfig config;
   RunOptions options;
+  int up_tile = -1;
   int rows_tile = -1;
   int weight_tile = -1;
   int down_backward_tile = -1;
@@ -283,6 +284,15 @@ std::vector<SmallLayer> small_layers() {
     add(names[tile]).weight_tile = tile;
   }
   add("by_expert").by_expert = 1;
+  for (int tile = 0; tile < hopper::kNumUpTiles; ++tile) {
+    static const char* const names[] = {"up_cooperative_256", "up_ping_pong_176"};
+    add(names[tile]).up_tile = tile;
+  }
+  SmallLayer& narrow = add("up_ping_pong_176_oai");
+  narrow.up_tile = static_cast<int>(hopper::UpTile::kPingPong176);
+  narrow.config.activation.kind = ActivationKind::kSwiGLUOAI;
+  narrow.config.activation.limit = kGridLimit;
+  narrow.config.has_b_up = true;
   constexpr auto kFinisher = static_cast<int>(hopper::DownBackwardTile::kFinisher256);
   add("finisher").down_backward_tile = kFinisher;
   for (const ActivationKind kind : {ActivationKind::kSiLU, ActivationKind::kGeGLU}) {
@@ -306,6 +316,7 @@ TEST_P(HopperSmallTest, IsRight) {
   if (const char* reason = hopper::refusal(problem.config, 0)) GTEST_SKIP() << reason;
   SCOPED_TRACE(describe(problem.config));
   const Forced forced;
+  hopper::force_up_tile(layer.up_tile);
   hopper::force_rows_tile(layer.rows_tile);
   hopper::force_weight_tile(layer.weight_tile);
   hopper::force_down_backward_tile(layer.down_backward_tile);
