@@ -291,6 +291,15 @@ __device__ __forceinline__ void sort_bitonic(Key* key) {
   }
 }
 
+/// Of two falling lists the kCount largest keys, falling, in `a`: the larger of a[i] and b[last - i] is a
+/// bitonic list.
+template <int kCount, typename Key>
+__device__ __forceinline__ void merge_falling(Key* a, const Key* b) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) a[i] = max(a[i], b[kCount - 1 - i]);
+  sort_bitonic<kCount>(a);
+}
+
 /// 16-bit logits as signed 32-bit keys: the ordered bits above, 0xffff - id below.
 template <typename Logit>
 struct ListKeys {
@@ -343,24 +352,20 @@ __device__ __forceinline__ void sort_lane(std::int32_t (&key)[kCount]) {
     std::int32_t(&part)[kLength] = *reinterpret_cast<std::int32_t(*)[kLength]>(key + list * kLength);
     sort_falling(part);
   }
-  // The largest kList of two falling lists: the larger of a[i] and b[last - i], which is a bitonic list.
 #pragma unroll
   for (int lists = kCount / kLength; lists > 1; lists /= 2) {
 #pragma unroll
     for (int list = 0; list < lists / 2; ++list) {
-      std::int32_t* a = key + list * kLength;
-      const std::int32_t* b = key + (lists - 1 - list) * kLength;
-#pragma unroll
-      for (int i = 0; i < kLength; ++i) a[i] = max(a[i], b[kLength - 1 - i]);
-      sort_bitonic<kLength>(a);
+      merge_falling<kLength>(key + list * kLength, key + (lists - 1 - list) * kLength);
     }
   }
 }
 
 /// The largest kList keys of kLanes lanes, falling, in all of them. Each comes with its kCount largest,
-/// sorted.
-template <int kLanes, int kCount, int kList>
-__device__ __forceinline__ void merge_lanes(const std::int32_t* sorted, std::int32_t (&best)[kList]) {
+/// sorted. Where kSorts is not set only kList / 2 are left in a lane, in no order: those that the first half
+/// of the lanes hold and those that the other half holds are all of them.
+template <int kLanes, int kCount, bool kSorts, int kList, typename Key>
+__device__ __forceinline__ void merge_lanes(const Key* sorted, Key (&best)[kList]) {
   static_assert(kCount >= kList || 2 * kCount == kList);
 #pragma unroll
   for (int i = 0; i < kList && i < kCount; ++i) best[i] = sorted[i];
@@ -372,14 +377,23 @@ __device__ __forceinline__ void merge_lanes(const std::int32_t* sorted, std::int
       for (int i = 0; i < kCount; ++i) {
         best[kList - 1 - i] = __shfl_xor_sync(kFullWarp, best[i], distance);
       }
+      sort_bitonic<kList>(best);
+    } else if (!kSorts && 2 * distance == kLanes) {
+      // The other lane makes the same of its list, from the other end.
+      Key other[kList / 2];
+#pragma unroll
+      for (int i = 0; i < kList / 2; ++i) {
+        other[i] = __shfl_xor_sync(kFullWarp, best[kList - 1 - i], distance);
+      }
+#pragma unroll
+      for (int i = 0; i < kList / 2; ++i) best[i] = max(best[i], other[i]);
+      return;
     } else {
-      std::int32_t other[kList];
+      Key other[kList];
 #pragma unroll
       for (int i = 0; i < kList; ++i) other[i] = __shfl_xor_sync(kFullWarp, best[i], distance);
-#pragma unroll
-      for (int i = 0; i < kList; ++i) best[i] = max(best[i], other[kList - 1 - i]);
+      merge_falling<kList>(best, other);
     }
-    sort_bitonic<kList>(best);
   }
 }
 
@@ -465,7 +479,7 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
       all[i] = Keys::make(upper_bits(word, i), (i / 8 * kLanesPerToken + lane) * 8 + i % 8);
     }
     sort_lane<kPerLane, kList>(all);
-    merge_lanes<kLanesPerToken, kPerLane, kList>(all, key);
+    merge_lanes<kLanesPerToken, kPerLane, true>(all, key);
   } else {
     constexpr int kGroups = kPerLane / kGroup;  // a lane's
     std::int32_t largest_of[kGroups];
@@ -488,22 +502,25 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
       }
     }
     sort_lane<kGroups, kList>(largest_of);
-    merge_lanes<kLanesPerToken, kGroups, kList>(largest_of, key);
+    // The last merge's sort pays for itself where it is short: a lane finds its share in registers at once.
+    constexpr bool kSorts = kList <= 8;
+    merge_lanes<kLanesPerToken, kGroups, kSorts>(largest_of, key);
 
-    // Lane g takes the chosen groups g, g + kLanesPerToken, ...
+    // Every lane takes its share of the chosen groups: kList of them, where K would do. All lanes have them
+    // all, or each half of the lanes one half.
+    constexpr int kSharing = kSorts ? kLanesPerToken : kLanesPerToken / 2;
     constexpr int kTaken = kList / kLanesPerToken;
     constexpr int kCount = kTaken * kGroup;
     std::uint32_t chosen[kCount / 2];
     int first[kTaken];
 #pragma unroll
     for (int m = 0; m < kTaken; ++m) {
-      std::int32_t group = key[m * kLanesPerToken];
+      std::int32_t group = key[m * kSharing];
 #pragma unroll
-      for (int i = 1; i < kLanesPerToken; ++i) {
-        if (lane == i) group = key[m * kLanesPerToken + i];
+      for (int i = 1; i < kSharing; ++i) {
+        if (lane % kSharing == i) group = key[m * kSharing + i];
       }
       first[m] = Keys::expert(group);
-      if (m * kLanesPerToken + lane >= p.top_k) first[m] = 0x8000;  // past any expert: not read
       load.template operator()<kGroup / 2>(first[m], chosen + m * kGroup / 2);
     }
     make_sound(chosen);
@@ -513,7 +530,7 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
       element[i] = Keys::make(upper_bits(chosen, i), first[i / kGroup] + i % kGroup);
     }
     sort_lane<kCount, kList>(element);
-    merge_lanes<kLanesPerToken, kCount, kList>(element, key);
+    merge_lanes<kLanesPerToken, kCount, true>(element, key);
   }
 
   // Now all lanes of a token hold the same list. Scores relative to the largest logit, in base 2; beyond
@@ -650,8 +667,8 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     return bits ^ (static_cast<std::uint32_t>(static_cast<std::int32_t>(bits) >> 31) | 0x80000000U);
   };
 
-  std::uint32_t key[kPerLane];  // in the order of the values; 0 past the last expert
-  std::uint32_t best[kList];    // falling
+  std::uint32_t key[kPerLane];     // in the order of the values; 0 past the last expert
+  std::uint32_t lane_best[kList];  // falling
   float first_merit = negative_infinity();
   float second_merit = negative_infinity();
 #pragma unroll
@@ -673,10 +690,12 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
       key[c * kList + i] = sorted[i] = first + i < p.num_experts ? order(value) : 0;
     }
     sort_falling(sorted);
-    // The largest of two falling lists: the larger of a[i] and b[last - i], which is a bitonic list.
+    if (c == 0) {
 #pragma unroll
-    for (int i = 0; i < kList; ++i) best[i] = c == 0 ? sorted[i] : max(best[i], sorted[kList - 1 - i]);
-    if (c != 0) sort_bitonic<kList>(best);
+      for (int i = 0; i < kList; ++i) lane_best[i] = sorted[i];
+    } else {
+      merge_falling<kList>(lane_best, sorted);
+    }
   }
   bool eligible = true;
   if (limits_groups) {
@@ -696,17 +715,10 @@ __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     }
     eligible = better < p.config.top_groups;
 #pragma unroll
-    for (int i = 0; i < kList; ++i) best[i] = eligible ? best[i] : 0;
+    for (int i = 0; i < kList; ++i) lane_best[i] = eligible ? lane_best[i] : 0;
   }
-#pragma unroll
-  for (int distance = 1; distance < kLanes; distance *= 2) {
-    std::uint32_t other[kList];
-#pragma unroll
-    for (int i = 0; i < kList; ++i) other[i] = __shfl_xor_sync(kFullWarp, best[i], distance);
-#pragma unroll
-    for (int i = 0; i < kList; ++i) best[i] = max(best[i], other[kList - 1 - i]);
-    sort_bitonic<kList>(best);
-  }
+  std::uint32_t best[kList];  // the token's, falling
+  merge_lanes<kLanes, kList, true>(lane_best, best);
 
   // Experts above the Kth value, and the first ones that equal it; their ids in rising order.
   std::uint32_t limit = best[0];
