@@ -287,6 +287,23 @@ TEST_P(LayerTest, NoTokensThenSome) {
   }
 }
 
+// Slots that no token claims, and no token at all: their d_weights are zero, on every path.
+TEST_P(LayerTest, SlotsWithoutTokens) {
+  for (const DType dtype : two_dtypes()) {
+    for (const SavePolicy save : kAllPolicies) {
+      LayerConfig config = with(dtype);
+      config.save = save;
+      config.has_b_down = true;
+      const LayerProblem problem = random_problem(855, {0, 8, 8, 4, 0}, config, {.unclaimed = 4});
+      ASSERT_EQ(problem.routing.num_slots(), 4);
+      const LayerResult result = run_layer(backend(), problem);
+      EXPECT_TRUE(equal_values("d_weights", result.d_weights, Array({4})));
+      EXPECT_TRUE(equal_values("d_w_up", result.d_w_up, Array({4, 16, 8})));
+      EXPECT_TRUE(equal_values("d_w_down", result.d_w_down, Array({4, 8, 8})));
+    }
+  }
+}
+
 // megablocks issues 62 and 163: extreme imbalance.
 TEST_P(LayerTest, ExtremeImbalance) {
   Rng rng(860);

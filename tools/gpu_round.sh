@@ -12,7 +12,8 @@
 #   TEST_FILTER      of the C++ suites (default: all)
 #   PYTHON_TESTS     files of the python step (default: tests/python/test_*.py)
 #   JOBS             compilers at a time (default: a core each)
-#   GPU_JOBS         tests at a time (default 6: processes that share a GPU wait for each other)
+#   MPS              1: the suites run under an MPS server of the round's own, 0: not (default: 1 where one can be started)
+#   GPU_JOBS         tests at a time (default 6, under MPS 14: without it processes get the GPU in turns)
 #   COMMIT           written into the results (default: git's)
 #   STEP_SECONDS     limit of one test, file or step (default 900)
 source "$(dirname "$0")/common.sh"
@@ -45,13 +46,34 @@ if [ -z "${BIN:-}" ]; then
     "$cuda_build"/python/csrc/libmoestro_torch.{so,json} "$BIN"
 fi
 BIN=$(cd "$BIN" && pwd)
-JOBS=${GPU_JOBS:-6}
 if [ -z "${PYTHON:-}" ]; then PYTHON=$VENV/bin/python && [ -x "$PYTHON" ] || PYTHON=python3; fi
 export MOESTRO_LIBRARY=$BIN/libmoestro_torch.so
 export PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}
 if wants python || wants train || wants bench || wants peers; then
   "$PYTHON" -c 'import moestro' || fail "$PYTHON cannot import moestro over $MOESTRO_LIBRARY"
 fi
+
+# MPS serves processes that share the GPU together; without it they get it in turns, and each small copy waits for all.
+stop_mps() {
+  [ "$mps" -eq 1 ] || return 0
+  echo quit | timeout 20 nvidia-cuda-mps-control >/dev/null 2>&1 || true
+  rm -rf "$CUDA_MPS_PIPE_DIRECTORY"
+  unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+  mps=0
+  trap - EXIT
+}
+cores=$JOBS
+mps=0
+if { wants tests || wants python; } && [ "${MPS:-1}" = 1 ] && command -v nvidia-cuda-mps-control >/dev/null; then
+  CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d)
+  export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
+  mps=1
+  trap stop_mps EXIT
+  { timeout 20 nvidia-cuda-mps-control -d && MOESTRO_TEST_BACKEND=cuda timeout 60 "$BIN/moestro_tests" \
+    --gtest_filter='*CombineTest.*'; } >"$out/mps.log" 2>&1 || stop_mps
+  note "$([ "$mps" -eq 1 ] && echo "the suites run under an MPS server" || echo "no MPS server could be used")"
+fi
+JOBS=${GPU_JOBS:-$((mps == 0 || cores < 6 ? 6 : cores < 14 ? cores : 14))}
 
 failed=0
 # outcome STEP START: how many tests passed by STEP.log, which did not, and which jobs of STEP.jobs did not end well.
@@ -93,8 +115,9 @@ if wants python; then
   outcome python "$start"
 fi
 
+stop_mps
 if wants sanitize; then
-  JOBS=$JOBS SECONDS_EACH=${SECONDS_EACH:-$limit} tools/sanitize.sh "$BIN/moestro_tests" "$out" | tee -a "$out/summary.txt" || failed=1
+  JOBS=${GPU_JOBS:-6} SECONDS_EACH=${SECONDS_EACH:-$limit} tools/sanitize.sh "$BIN/moestro_tests" "$out" | tee -a "$out/summary.txt" || failed=1
 fi
 
 if wants train; then

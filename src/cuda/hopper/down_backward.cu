@@ -86,7 +86,10 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStrea
     return Status::error(StatusCode::kUnsupported, "down_backward: no Hopper kernel: %s", reason);
   }
   const std::int64_t num_slots = args.h.extent[0];
-  if (num_slots == 0 || args.d_y.extent[0] == 0) return {};
+  if (num_slots == 0) return {};
+  if (args.d_y.extent[0] == 0) {  // slots without tokens: their d_weights are zero
+    return args.d_weights.present() ? sum_partials(nullptr, 0, args.index, args.d_weights, ctx) : Status{};
+  }
   const int planes = static_cast<int>(h_width_factor(args.activation.kind));
   const std::int64_t d = args.w_down.extent[1];
   const std::int64_t n = args.w_down.extent[2];
