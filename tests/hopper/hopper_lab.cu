@@ -940,8 +940,7 @@ struct Problem {
     CHECK_CUDA(cudaDeviceSynchronize());
   }
 
-  /// Times `run` between two timings of the yardstick, since the card slows down as it warms; prints a line,
-  /// and a row for bench/results where MOESTRO_LAB_JSON names a file.
+  /// Times `run` between two timings of the yardstick, since the card slows down as it warms.
   void report(const char* kernel, const std::string& variant, double flops,
               const std::function<double()>& yardstick, const std::function<void()>& run) {
     const double before = yardstick();
@@ -950,6 +949,12 @@ struct Problem {
     std::printf("  %-16s %-12s %8.3f ms %7.1f TF/s   cuBLAS %8.3f ms %7.1f TF/s   ratio %.3f\n", kernel,
                 variant.c_str(), ms, flops / ms * 1e-9, cublas_ms, flops / cublas_ms * 1e-9, cublas_ms / ms);
     std::fflush(stdout);
+    write_row("hopper_kernels", kernel, variant, ms, flops / ms * 1e-9, flops / cublas_ms * 1e-9);
+  }
+
+  /// A row for bench/results, where MOESTRO_LAB_JSON names a file.
+  void write_row(const char* bench, const char* kernel, const std::string& variant, double ms, double tflops,
+                 double cublas_tflops) const {
     const char* path = std::getenv("MOESTRO_LAB_JSON");
     if (path == nullptr) return;
     const auto environment = [](const char* name) {
@@ -959,18 +964,17 @@ struct Problem {
     cudaDeviceProp device{};
     CHECK_CUDA(cudaGetDeviceProperties(&device, 0));
     if (std::FILE* file = std::fopen(path, "a")) {
-      std::fprintf(
-          file,
-          "{\"bench\": \"hopper_kernels\", \"shape\": \"%s\", \"T\": %lld, \"d\": %lld, \"n\": %lld, "
-          "\"E\": %lld, \"K\": %lld, \"dtype\": \"%s\", \"routing\": \"%s\", \"kernel\": \"%s\", "
-          "\"variant\": \"%s\", \"ms\": %.4f, \"tflops\": %.1f, \"cublas_tflops\": %.1f, "
-          "\"device\": \"%s\", \"driver\": \"%s\", \"CUDA\": \"%d.%d\", \"date\": \"%s\", "
-          "\"commit\": \"%s\"}\n",
-          s.name, (long long)s.T, (long long)s.d, (long long)s.n, (long long)s.E, (long long)s.K,
-          kBf16 ? "bf16" : "f16", o.routing == Routing::kZipf ? "zipf" : "uniform", kernel, variant.c_str(),
-          ms, flops / ms * 1e-9, flops / cublas_ms * 1e-9, device.name, environment("MOESTRO_LAB_DRIVER"),
-          CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, environment("MOESTRO_LAB_DATE"),
-          environment("MOESTRO_LAB_COMMIT"));
+      std::fprintf(file,
+                   "{\"bench\": \"%s\", \"shape\": \"%s\", \"T\": %lld, \"d\": %lld, \"n\": %lld, "
+                   "\"E\": %lld, \"K\": %lld, \"dtype\": \"%s\", \"routing\": \"%s\", \"kernel\": \"%s\", "
+                   "\"variant\": \"%s\", \"ms\": %.4f, \"tflops\": %.1f, \"cublas_tflops\": %.1f, "
+                   "\"device\": \"%s\", \"driver\": \"%s\", \"CUDA\": \"%d.%d\", \"date\": \"%s\", "
+                   "\"commit\": \"%s\"}\n",
+                   bench, s.name, (long long)s.T, (long long)s.d, (long long)s.n, (long long)s.E,
+                   (long long)s.K, kBf16 ? "bf16" : "f16", o.routing == Routing::kZipf ? "zipf" : "uniform",
+                   kernel, variant.c_str(), ms, tflops, cublas_tflops, device.name,
+                   environment("MOESTRO_LAB_DRIVER"), CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10,
+                   environment("MOESTRO_LAB_DATE"), environment("MOESTRO_LAB_COMMIT"));
       std::fclose(file);
     }
   }
@@ -1051,6 +1055,7 @@ struct Problem {
             kernel, c.name.c_str(), ms, *std::min_element(c.ms.begin(), c.ms.end()),
             *std::max_element(c.ms.begin(), c.ms.end()), flops / ms * 1e-9, yardstick / ms, middle_of(c.ghz),
             cycles * 1e-6, flops / 132 / 4096 / cycles);
+        write_row("hopper_turns", kernel, c.name, ms, flops / ms * 1e-9, flops / yardstick * 1e-9);
       }
       std::fflush(stdout);
     };
@@ -1085,7 +1090,7 @@ struct Problem {
       std::vector<Contestant> list = {cublas_turn(true, W, s.d, y, w_up, h)};
       // Plans as tile.by_expert.raster, -1 for the rule.
       const char* plans = std::getenv("MOESTRO_LAB_PLANS");
-      std::istringstream words(plans != nullptr ? plans : "0.0.-1 0.1.-1 1.0.-1 1.1.-1");
+      std::istringstream words(plans != nullptr ? plans : "-1.-1.-1 0.0.-1 0.1.-1 1.0.-1 1.1.-1");
       for (std::string word; words >> word;) {
         int tile = -1, by_expert = -1, raster = -1;
         std::sscanf(word.c_str(), "%d.%d.%d", &tile, &by_expert, &raster);
