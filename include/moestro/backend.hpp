@@ -42,8 +42,8 @@ struct Backend {
   /// them, since they run one after another.
   std::size_t (*stage_workspace_bytes)(const LayerConfig& config, const Context&);
   /// Private scratch of down_backward, down_weight_backward and up_weight_backward, at least
-  /// stage_workspace_bytes. What goes beyond that lies where dX~ does, which is not written yet, or dead, when
-  /// they run.
+  /// stage_workspace_bytes. What goes beyond that lies where dX~ does, which is not written yet, or dead,
+  /// when they run.
   std::size_t (*gradient_workspace_bytes)(const LayerConfig& config, const Context&);
 
   /// One line on which kernels `config` takes on ctx's device, and why ("hopper: sm_90a, bf16, n and
