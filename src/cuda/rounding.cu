@@ -160,6 +160,7 @@ struct Threshold {
 };
 
 constexpr int kListed = 8192;  // chosen keys of an expert that fit in shared memory
+constexpr int kRest = 512;     // keys between the bounds of a search, from which on one warp goes on with it
 
 /// One expert's column, in pages of kItems * 1024 tokens: item i of a thread is token i * 1024 + thread of
 /// the page. Only where there are several is a page read more than once. The keys of the chosen are in a list
@@ -171,6 +172,9 @@ struct Column {
   std::int64_t expert;
   BlockReduce& reduce;
   std::uint32_t* list;        // [kListed], shared
+  std::uint32_t* rest;        // [kRest], shared
+  int* length;                // shared, of the list that is being made
+  Threshold* answer;          // shared, the warp's that searched the rest
   int count = 0;              // of the chosen
   int available = 0;          // of the chosen, and of those that may be added
   std::uint32_t key[kItems];  // 0: may not be added. A chosen token whose score is NaN: 1, below all numbers
@@ -222,30 +226,88 @@ struct Column {
   __device__ std::uint32_t candidates(bool among_chosen) const {
     return among_chosen ? chosen_items : ~chosen_items;
   }
-  /// Reads the column, counts, and makes the list. `length` is shared, and 0.
-  __device__ void open(int* length) {
+  /// Before lists are made: an empty one.
+  __device__ void start_list() {
+    if (threadIdx.x == 0) *length = 0;
+    __syncthreads();
+  }
+  /// Appends the keys of these items, in no order, as far as there is room.
+  __device__ void append(std::uint32_t items, std::uint32_t* target, int capacity) {
+    const int own = __popc(items);
+    int through = own;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const int other = __shfl_up_sync(kFullWarp, through, offset);
+      if (reduce.lane >= offset) through += other;
+    }
+    int next = 0;
+    if (reduce.lane == 31) next = atomicAdd(length, through);
+    next = __shfl_sync(kFullWarp, next, 31) + through - own;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if ((items >> i & 1U) == 0) continue;
+      if (next < capacity) target[next] = key[i];
+      ++next;
+    }
+  }
+  /// Appends list[i], if `wanted`. For whole warps.
+  __device__ void append_listed(int i, bool wanted) {
+    const std::uint32_t lanes = __ballot_sync(kFullWarp, wanted);
+    int next = 0;
+    if (reduce.lane == 0 && lanes != 0) next = atomicAdd(length, __popc(lanes));
+    next = __shfl_sync(kFullWarp, next, 0) + __popc(lanes & ((1U << reduce.lane) - 1U));
+    if (wanted) rest[next] = list[i];
+  }
+  /// Makes the rest of the candidates from `low` on, below `high`: at most kRest.
+  __device__ void collect_rest(std::uint32_t low, std::uint32_t high, bool among_chosen) {
+    start_list();
+    if (among_chosen && listed()) {
+      for (int first = 32 * reduce.warp; first < count; first += kSelectThreads) {
+        const int i = first + reduce.lane;
+        append_listed(i, i < count && list[i] >= low && list[i] < high);
+      }
+    } else {
+      each_page(
+          [&](int) { append(items_from(low) & ~items_from(high) & candidates(among_chosen), rest, kRest); });
+    }
+    __syncthreads();
+  }
+  /// The search's end, from `bit` on, by the first warp: no step waits for the block. `beyond` candidates lie
+  /// above the rest.
+  __device__ Threshold search_rest(std::uint32_t found, int bit, int beyond, int wanted) {
+    if (reduce.warp == 0) {
+      std::uint32_t mine[kRest / 32];
+#pragma unroll
+      for (int i = 0; i < kRest / 32; ++i) {
+        const int at = 32 * i + reduce.lane;
+        mine[i] = at < *length ? rest[at] : 0;
+      }
+      bool exact = false;
+#pragma unroll 1
+      for (; bit >= 0 && !exact; --bit) {
+        const std::uint32_t bound = found | 1U << bit;
+        int own = 0;
+#pragma unroll
+        for (int i = 0; i < kRest / 32; ++i) own += mine[i] >= bound ? 1 : 0;
+        const int reached = beyond + __reduce_add_sync(kFullWarp, own);
+        if (reached >= wanted) found = bound;
+        exact = reached == wanted;
+      }
+      if (reduce.lane == 0) *answer = {found, exact};
+    }
+    __syncthreads();
+    return *answer;
+  }
+  /// Reads the column, counts, and makes the list of the chosen.
+  __device__ void open() {
     int own_chosen = 0;
     int own_others = 0;
+    start_list();
     for (int page = 0; page < pages(); ++page) {
       load(page);
-      const int own = __popc(chosen_items);
-      own_chosen += own;
+      own_chosen += __popc(chosen_items);
       own_others += __popc(items_from(1) & ~chosen_items);
-      int through = own;
-#pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const int other = __shfl_up_sync(kFullWarp, through, offset);
-        if (reduce.lane >= offset) through += other;
-      }
-      int before = 0;
-      if (reduce.lane == 31) before = atomicAdd(length, through);
-      before = __shfl_sync(kFullWarp, before, 31) + through - own;
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        if ((chosen_items >> i & 1U) == 0) continue;
-        if (before < kListed) list[before] = key[i];
-        ++before;
-      }
+      append(chosen_items, list, kListed);
     }
     count = reduce.sum(own_chosen);
     available = count + reduce.sum(own_others);
@@ -289,13 +351,26 @@ struct Column {
     }
     reduce.extremes(&smallest, &largest);
     int bit = 31 - __clz(static_cast<int>((smallest + 1) ^ largest));
-    std::uint32_t found = bit < 0 ? largest : largest >> bit >> 1 << bit << 1;
+    std::uint32_t found = bit < 0 ? largest : largest >> bit >> 1 << bit << 1;  // enough reach it
+    std::uint32_t upper = 0xffffffffU;                                          // too few reach it
+    int reach_found = among_chosen ? count : available - count;
+    int reach_upper = 0;
 #pragma unroll 1
     for (; bit >= 0; --bit) {
+      if (reach_found - reach_upper <= kRest) {
+        collect_rest(max(found, 1U), upper, among_chosen);
+        return search_rest(found, bit, reach_upper, wanted);
+      }
       const std::uint32_t bound = found | 1U << bit;
       const int reached = reduce.sum(reach(bound, among_chosen));
       if (reached == wanted) return {bound, true};
-      if (reached > wanted) found = bound;
+      if (reached > wanted) {
+        found = bound;
+        reach_found = reached;
+      } else {
+        upper = bound;
+        reach_upper = reached;
+      }
     }
     return {found, false};
   }
@@ -390,12 +465,12 @@ __global__ void __launch_bounds__(kSelectThreads)
   constexpr int kBlocks = kItems * kSelectThreads / kTokenThreads;  // of tokens, in a page
   __shared__ int sums[kBlocks];
   __shared__ std::uint32_t list[kListed];
+  __shared__ std::uint32_t rest[kRest];
   __shared__ int length;
+  __shared__ Threshold answer;
   BlockReduce reduce{scratch};
-  if (threadIdx.x == 0) length = 0;
-  __syncthreads();
-  Column<kItems, kPaged> column{p, blockIdx.x, reduce, list};
-  column.open(&length);
+  Column<kItems, kPaged> column{p, blockIdx.x, reduce, list, rest, &length, &answer};
+  column.open();
   const int count = column.count;
   const auto target_of = [&](Rounding rounding) {
     const float draw = rounding == Rounding::kStochastic ? p.draws[blockIdx.x * p.draws_stride] : 0.0F;
