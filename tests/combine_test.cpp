@@ -42,6 +42,28 @@ TEST_P(CombineTest, ForwardAndBackward) {
   });
 }
 
+// Rows so wide that a kernel of their own may take them; widths that are no whole number of its steps.
+TEST_P(CombineTest, WideRows) {
+  for (const auto& [d_model, top_k] : {std::pair<std::int64_t, std::int64_t>{5464, 3},
+                                       {4104, 4},
+                                       {3280, 5},
+                                       {2056, 8},
+                                       {2048, 10},
+                                       {4100, 4}}) {
+    LayerConfig config;
+    const StageData data = stage_data(4300, {7, d_model, 1, 11, top_k}, config, {.sentinels = 0.2});
+    for (const DType dtype : dtypes()) {
+      for (const bool weighted : {true, false}) {
+        const Array plain = plain_combine(data.head(data.y_rows), weighted ? &data.problem.weights : nullptr,
+                                          data.rows, data.problem.x.shape, data.num_slots(), dtype);
+        EXPECT_TRUE(near_truth(weighted ? "y" : "d_x", combine(StageCall(backend(), data, dtype), weighted),
+                               combine(true_call(data), weighted), plain, dtype))
+            << "d=" << d_model << " K=" << top_k;
+      }
+    }
+  }
+}
+
 // The sum runs over k in order: 2^24 + 1 - 2^24 is 0 in f32 in this order and 1 in others.
 TEST_P(CombineTest, SumsInTheOrderOfSlots) {
   LayerConfig config;
