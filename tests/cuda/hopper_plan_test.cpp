@@ -44,6 +44,9 @@ TEST(CudaPlanTest, HopperRowsTileFollowsTheSumsLength) {
   EXPECT_EQ(plan_rows(2048, 1536).rows_tile, RowsTile::kPingPong192);
   EXPECT_EQ(plan_rows(2048, 4096).rows_tile, RowsTile::kCooperative256);
   EXPECT_EQ(plan_rows(4096, 1536).rows_tile, RowsTile::kCooperative256);
+  // Expert by expert where L2 does not hold an expert's weight.
+  EXPECT_TRUE(plan_rows(4096, 7168).walk.by_expert);
+  EXPECT_FALSE(plan_rows(2048, 7168).walk.by_expert);
 }
 
 TEST(CudaPlanTest, HopperPlansCanBeForced) {

@@ -8,8 +8,10 @@
 ///   hopper_lab weights SHAPE... check and time the weights' gradients alone
 ///   hopper_lab turns SHAPE...   plans in turns with cuBLAS on a warm card, with its clock;
 ///                               MOESTRO_LAB_KERNELS=up,down,down_backward,up_backward, MOESTRO_LAB_ROUNDS,
-///                               MOESTRO_LAB_TURN_MS, MOESTRO_LAB_PLANS (of up)
-///   hopper_lab profile SHAPE... each kernel once, for a profiler
+///                               MOESTRO_LAB_TURN_MS; tile.by_expert.raster in MOESTRO_LAB_PLANS (of up) and
+///                               MOESTRO_LAB_ROWS_PLANS (of down and dX~)
+///   hopper_lab profile SHAPE... each kernel once, for a profiler, or MOESTRO_LAB_ROWS_PLANS
+/// MOESTRO_LAB_ZIPF skews the routing, MOESTRO_LAB_OAI takes SwiGLU-OAI and biases.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -58,14 +60,19 @@ struct Shape {
   int64_t T, d, n, E, K;
 };
 static const Shape kShapes[] = {
-    {"7B-n256", 24576, 1536, 256, 128, 8},     {"7B-n1024", 24576, 1536, 1024, 32, 2},
-    {"30B-n256", 32768, 4096, 256, 256, 16},   {"30B-n1024", 32768, 4096, 1024, 64, 4},
+    {"1.4B-n256", 40960, 768, 256, 128, 8},    {"1.4B-n512", 40960, 768, 512, 64, 4},
+    {"1.4B-n1024", 40960, 768, 1024, 32, 2},   {"7B-n256", 24576, 1536, 256, 128, 8},
+    {"7B-n512", 24576, 1536, 512, 64, 4},      {"7B-n1024", 24576, 1536, 1024, 32, 2},
+    {"30B-n256", 32768, 4096, 256, 256, 16},   {"30B-n512", 32768, 4096, 512, 128, 8},
+    {"30B-n1024", 32768, 4096, 1024, 64, 4},   {"120B-n512", 32768, 4096, 512, 256, 16},
+    {"120B-n1024", 32768, 4096, 1024, 128, 8}, {"120B-n2048", 32768, 4096, 2048, 64, 4},
     {"olmoe", 32768, 2048, 1024, 64, 8},       {"qwen3-next", 32768, 2048, 512, 512, 10},
-    {"conf2", 65536, 512, 2048, 8, 2},         {"deepseek-v3", 16384, 7168, 2048, 256, 8},
-    {"1.4B-n256", 40960, 768, 256, 128, 8},    {"conf4", 32768, 2048, 8192, 16, 4},
-    {"1.4B-n1024", 40960, 768, 1024, 32, 2},   {"conf1", 32768, 512, 2048, 4, 1},
-    {"120B-n1024", 32768, 4096, 1024, 128, 8}, {"conf5", 32768, 1024, 4096, 8, 2},
-    {"7B-n512", 24576, 1536, 512, 64, 4},      {"conf6", 32768, 2048, 8192, 8, 2},
+    {"qwen3-30b", 32768, 2048, 768, 128, 8},   {"qwen3-235b", 32768, 4096, 1536, 128, 8},
+    {"gpt-oss-20b", 32768, 2880, 2880, 32, 4}, {"deepseek-v3", 16384, 7168, 2048, 256, 8},
+    {"conf1", 32768, 512, 2048, 4, 1},         {"conf2", 65536, 512, 2048, 8, 2},
+    {"conf3", 65536, 1024, 4096, 16, 4},       {"conf4", 32768, 2048, 8192, 16, 4},
+    {"conf5", 32768, 1024, 4096, 8, 2},        {"conf6", 32768, 2048, 8192, 8, 2},
+    {"conf7", 65536, 1024, 4096, 8, 4},
 };
 
 // ---- device buffers ----
@@ -396,8 +403,8 @@ static double middle_of(std::vector<double> values) {
   return values.empty() ? 0 : values[values.size() / 2];
 }
 
-/// Runs all contestants in turns on a card that is warm: turns of about `turn_ms`, the first of each round
-/// another one. Fills in the times and clocks of all turns.
+/// Runs all contestants in turns on a card that is warm: turns of about `turn_ms`, in an order drawn anew for
+/// each round. Fills in the times and clocks of all turns.
 static void take_turns(std::vector<Contestant>& contestants, int rounds, double turn_ms) {
   static unsigned long long* stamps = nullptr;
   static cudaEvent_t events[2];
@@ -422,9 +429,12 @@ static void take_turns(std::vector<Contestant>& contestants, int rounds, double 
     counts.push_back(std::clamp(static_cast<int>(turn_ms / turn(c, 3)), 3, 400));
   }
   for (int i = 0; i < 8; ++i) turn(contestants[0], counts[0]);  // the card warms
+  std::mt19937 rng(7);
+  std::vector<std::size_t> order(contestants.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
   for (int round = 0; round < rounds; ++round) {
-    for (std::size_t i = 0; i < contestants.size(); ++i) {
-      const std::size_t which = (i + static_cast<std::size_t>(round) * 3) % contestants.size();
+    std::shuffle(order.begin(), order.end(), rng);  // a turn inherits the clock of the one before
+    for (const std::size_t which : order) {
       Contestant& c = contestants[which];
       c.ms.push_back(turn(c, counts[which]));
       unsigned long long host[4];
@@ -931,6 +941,20 @@ struct Problem {
   /// Each kernel once.
   void profile() {
     const m::Context ctx = context();
+    if (const char* plans = std::getenv("MOESTRO_LAB_ROWS_PLANS")) {  // down and dX~, a plan after the other
+      std::istringstream words(plans);
+      for (std::string word; words >> word;) {
+        int tile = -1, by_expert = -1, raster = -1;
+        std::sscanf(word.c_str(), "%d.%d.%d", &tile, &by_expert, &raster);
+        hopper::force_rows_tile(tile);
+        hopper::force_by_expert(by_expert);
+        hopper::force_raster(raster);
+        check_status(hopper::down_forward(down_args(), ctx, nullptr));
+        check_status(hopper::up_backward(up_backward_args(), ctx, nullptr));
+      }
+      CHECK_CUDA(cudaDeviceSynchronize());
+      return;
+    }
     check_status(hopper::up_forward(up_args(true, true), ctx, nullptr));
     check_status(hopper::down_forward(down_args(), ctx, nullptr));
     check_status(hopper::down_backward(down_backward_args(), ctx, nullptr));
@@ -1043,6 +1067,8 @@ struct Problem {
     check_status(hopper::up_forward(up_args(true, true), ctx, nullptr));
     check_up();
     fill(d_h.as<Element>(), S * W, 10, 1.0F);
+    check_status(hopper::up_backward(up_backward_args(), ctx, nullptr));
+    check_up_backward();
     const auto run_turns = [&](const char* kernel, double flops, std::vector<Contestant>& list) {
       take_turns(list, static_cast<int>(number("MOESTRO_LAB_ROUNDS", 3)), number("MOESTRO_LAB_TURN_MS", 30));
       const double yardstick = middle_of(list[0].ms);
@@ -1099,12 +1125,18 @@ struct Problem {
       list.push_back(contestant("A alone", -1, -1, -1, a_alone));
       run_turns("up", 2.0 * R * s.d * W, list);
     }
+    const auto add_plans = [&](std::vector<Contestant>& list, auto call) {
+      const char* plans = std::getenv("MOESTRO_LAB_ROWS_PLANS");
+      std::istringstream words(plans != nullptr ? plans : "1.0.-1 1.1.-1 2.0.-1 2.1.-1");
+      for (std::string word; words >> word;) {
+        int tile = -1, by_expert = -1, raster = -1;
+        std::sscanf(word.c_str(), "%d.%d.%d", &tile, &by_expert, &raster);
+        list.push_back(contestant(word, tile, by_expert, raster, call));
+      }
+    };
     if (wants("down")) {
-      const auto call = [=, this] { return hopper::down_forward(down_args(), ctx, nullptr); };
-      std::vector<Contestant> list = {
-          cublas_turn(true, s.d, s.n, a, w_down, d_x), contestant("192 pp, bands", 1, 0, -1, call),
-          contestant("192 pp, experts", 1, 1, -1, call), contestant("256 co, bands", 2, 0, -1, call),
-          contestant("256 co, experts", 2, 1, -1, call)};
+      std::vector<Contestant> list = {cublas_turn(true, s.d, s.n, a, w_down, d_x)};
+      add_plans(list, [=, this] { return hopper::down_forward(down_args(), ctx, nullptr); });
       run_turns("down", 2.0 * R * s.d * s.n, list);
     }
     if (wants("down_backward")) {
@@ -1126,11 +1158,8 @@ struct Problem {
       run_turns("down_backward", 2.0 * R * s.d * s.n, list);
     }
     if (wants("up_backward")) {
-      const auto call = [=, this] { return hopper::up_backward(up_backward_args(), ctx, nullptr); };
-      std::vector<Contestant> list = {
-          cublas_turn(false, s.d, W, d_h, w_up, y), contestant("192 pp, bands", 1, 0, -1, call),
-          contestant("192 pp, experts", 1, 1, -1, call), contestant("256 co, bands", 2, 0, -1, call),
-          contestant("256 co, experts", 2, 1, -1, call)};
+      std::vector<Contestant> list = {cublas_turn(false, s.d, W, d_h, w_up, y)};
+      add_plans(list, [=, this] { return hopper::up_backward(up_backward_args(), ctx, nullptr); });
       run_turns("up_backward", 2.0 * R * s.d * W, list);
     }
   }
@@ -1219,6 +1248,12 @@ int main(int argc, char** argv) {
     go(odd, options);
     options.layout = m::GateLayout::kConcatenated;
     go(many, options);
+    options = base;
+    options.activation.kind = K::kSwiGLUOAI;
+    options.bias = true;
+    go(many, options);
+    options.layout = m::GateLayout::kInterleaved;
+    go(odd, options, true);
     for (int kind = 0; kind < m::kNumActivationKinds; ++kind) {
       options = base;
       options.activation.kind = static_cast<K>(kind);
@@ -1233,6 +1268,10 @@ int main(int argc, char** argv) {
     options.unchecked = mode == "time";
     options.weights = mode == "weights";
     options.turns = mode == "turns";
+    if (std::getenv("MOESTRO_LAB_OAI") != nullptr) {
+      options.activation.kind = m::ActivationKind::kSwiGLUOAI;
+      options.bias = true;
+    }
     if (std::getenv("MOESTRO_LAB_ZIPF") != nullptr) options.routing = Routing::kZipf;
     for (const Shape& shape : kShapes) {
       bool wanted = false;

@@ -48,8 +48,10 @@ Plan plan_rows(std::int64_t k, std::int64_t cols) {
   // bench/results/hopper_kernels.jsonl.
   const bool cooperative = k >= 4096 || (k >= 2048 && cols % 192 != 0);
   const RowsTile rule = cooperative ? RowsTile::kCooperative256 : RowsTile::kPingPong192;
+  // Where L2 does not hold an expert's weight, bands across experts read it again.
+  const bool by_expert = k * cols >= 25'000'000;
   const int tile = forced_rows_tile;
-  return {tile >= 0 && tile < kNumRowsTiles ? static_cast<RowsTile>(tile) : rule, forced_or({8, false})};
+  return {tile >= 0 && tile < kNumRowsTiles ? static_cast<RowsTile>(tile) : rule, forced_or({8, by_expert})};
 }
 
 UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated) {
