@@ -95,13 +95,16 @@ TEST(CudaPlanTest, UpWalksExpertByExpertWhereDIsLarge) {
   }
 }
 
-TEST(CudaPlanTest, UpTakesTurnsWhereSumsAreShort) {
+TEST(CudaPlanTest, UpTileFollowsTheSumsLength) {
   const Forced forced;
   using hopper::plan_up;
   using hopper::UpTile;
   EXPECT_EQ(plan_up(512, 2048, true).tile, UpTile::kPingPong176);
   EXPECT_EQ(plan_up(768, 256, true).tile, UpTile::kPingPong176);
-  EXPECT_EQ(plan_up(1536, 256, true).tile, UpTile::kCooperative256);
+  EXPECT_EQ(plan_up(1536, 256, true).tile, UpTile::kFinisher256);
+  EXPECT_EQ(plan_up(2048, 1024, true).tile, UpTile::kFinisher256);
+  EXPECT_EQ(plan_up(4096, 1024, true).tile, UpTile::kCooperative256);
+  EXPECT_EQ(plan_up(2048, 1024, false).tile, UpTile::kCooperative256);
   EXPECT_EQ(plan_up(512, 2048, false).tile, UpTile::kCooperative256);
   EXPECT_EQ(plan_up(512, 128, true).tile, UpTile::kCooperative256);  // 176 columns for 128
   for (int tile = 0; tile < hopper::kNumUpTiles; ++tile) {
@@ -288,14 +291,20 @@ std::vector<SmallLayer> small_layers() {
   }
   add("by_expert").by_expert = 1;
   for (int tile = 0; tile < hopper::kNumUpTiles; ++tile) {
-    static const char* const names[] = {"up_cooperative_256", "up_ping_pong_176"};
+    static const char* const names[] = {"up_cooperative_256", "up_ping_pong_176", "up_finisher_256"};
     add(names[tile]).up_tile = tile;
   }
-  SmallLayer& narrow = add("up_ping_pong_176_oai");
-  narrow.up_tile = static_cast<int>(hopper::UpTile::kPingPong176);
-  narrow.config.activation.kind = ActivationKind::kSwiGLUOAI;
-  narrow.config.activation.limit = kGridLimit;
-  narrow.config.has_b_up = true;
+  for (const hopper::UpTile tile : {hopper::UpTile::kPingPong176, hopper::UpTile::kFinisher256}) {
+    const bool finisher = tile == hopper::UpTile::kFinisher256;
+    SmallLayer& with_bias = add(finisher ? "up_finisher_256_oai" : "up_ping_pong_176_oai");
+    with_bias.up_tile = static_cast<int>(tile);
+    with_bias.config.activation.kind = ActivationKind::kSwiGLUOAI;
+    with_bias.config.activation.limit = kGridLimit;
+    with_bias.config.has_b_up = true;
+  }
+  SmallLayer& ungated = add("up_finisher_256_silu");
+  ungated.up_tile = static_cast<int>(hopper::UpTile::kFinisher256);
+  ungated.config.activation.kind = ActivationKind::kSiLU;
   constexpr auto kFinisher = static_cast<int>(hopper::DownBackwardTile::kFinisher256);
   add("finisher").down_backward_tile = kFinisher;
   for (const ActivationKind kind : {ActivationKind::kSiLU, ActivationKind::kGeGLU}) {

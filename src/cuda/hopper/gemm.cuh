@@ -173,8 +173,7 @@ __device__ __forceinline__ void multiply(std::uint32_t base, int k_tiles, int bl
       const std::uint64_t bt = b + kk * kDescriptorStepK16<kMajorB>;
       if constexpr (kHasFinisher<Kernel> && Kernel::kN == 256) {
         // Threads of four warpgroups start with 128 registers, for which ptxas refuses 128 accumulators in
-        // one instruction.
-        static_assert(kMajorB == Major::kMN);
+        // one instruction. The other 128 columns are 16 KB further in either layout.
         auto& low = *reinterpret_cast<float(*)[64]>(&acc[i][0]);
         auto& high = *reinterpret_cast<float(*)[64]>(&acc[i][64]);
         wgmma<typename Kernel::Element, 128, kMajorA, kMajorB>(low, at, bt, accumulate);
@@ -284,6 +283,7 @@ __device__ __forceinline__ void finish(const Parameters& p, std::uint32_t base) 
   for (int w = static_cast<int>(blockIdx.x); w < schedule.count(); w = tickets.template take<true>()) {
     finisher.run(schedule.at(w));
   }
+  if (threadIdx.x % kWarpgroup == 0) tma_wait_read<0>();  // its last stores still read shared memory
 }
 
 template <class Kernel>

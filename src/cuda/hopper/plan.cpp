@@ -55,16 +55,18 @@ Plan plan_rows(std::int64_t k, std::int64_t cols) {
 }
 
 UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated) {
-  // Ping-pong hides the epilogue, which a short sum does not; but it loads more for each product, and its
-  // columns, 88 of gate and 88 of up, seldom divide n.
+  // A short sum does not hide what follows it. Ping-pong does, but it loads more for each product, and its
+  // columns, 88 of gate and 88 of up, seldom divide n; a finisher does from d = 1536 on, with a shorter ring,
+  // which costs more than it gains where sums are long (docs/benchmarking.md).
   const auto padded = [&](std::int64_t tile) { return (cols + tile - 1) / tile * tile; };
-  const bool ping_pong = gated && k <= 1024 && padded(88) * 20 <= padded(128) * 21;
-  const UpTile rule = ping_pong ? UpTile::kPingPong176 : UpTile::kCooperative256;
+  UpTile rule = UpTile::kCooperative256;
+  if (gated && k <= 1024 && padded(88) * 20 <= padded(128) * 21) rule = UpTile::kPingPong176;
+  if (gated && k > 1024 && k < 4096) rule = UpTile::kFinisher256;
   const int forced = forced_up_tile;
   const UpTile tile = forced >= 0 && forced < kNumUpTiles ? static_cast<UpTile>(forced) : rule;
   // Expert by expert an expert's weight is read from memory once, but bands are shorter and finding a tile
-  // takes longer: it pays where d is large (docs/benchmarking.md).
-  return {tile, forced_or({8, k >= 4096})};
+  // takes longer: it pays where d is large.
+  return {tile, forced_or({tile == UpTile::kFinisher256 ? 16 : 8, k >= 4096})};
 }
 
 DownBackwardPlan plan_down_backward(std::int64_t k, std::int64_t cols) {

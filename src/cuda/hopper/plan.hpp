@@ -31,8 +31,9 @@ Plan plan_rows(std::int64_t k, std::int64_t cols);
 enum class UpTile : std::uint8_t {
   kCooperative256,  ///< 128 x 256, both consumer warpgroups on one tile
   kPingPong176,     ///< 128 x 176, a consumer warpgroup a tile; not for all activations (up.cu)
+  kFinisher256,     ///< 128 x 256, with a fourth warpgroup for the activation; likewise
 };
-constexpr int kNumUpTiles = 2;
+constexpr int kNumUpTiles = 3;
 constexpr int up_tile_columns(UpTile tile) {
   return tile == UpTile::kPingPong176 ? 176 : 256;
 }
@@ -42,7 +43,7 @@ struct UpPlan {
   Walk walk;
 };
 
-/// `k` is d, `cols` n; `gated`: gate and up.
+/// `k` is d, `cols` n; `gated`: gate and up, of a kind that has kernels of its own.
 UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated);
 
 /// Tile of down's backward.

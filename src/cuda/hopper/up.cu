@@ -1,5 +1,6 @@
 /// up on Hopper: H and A of every routed row, the gathered product and the activation in one kernel.
 /// Source: SonicMoE, arXiv 2512.14080, section 4; MoEBlaze, arXiv 2601.05296, section 5.2.
+#include "cuda/hopper/activation_forward.cuh"
 #include "cuda/hopper/epilogue.cuh"
 #include "cuda/hopper/gemm.cuh"
 #include "cuda/hopper/hopper.hpp"
@@ -25,6 +26,22 @@ struct UpKernel {
                                       StoreActivated<Element, 256, kFamily, 2>>;
 };
 
+/// 128 x 256, with a finisher that makes A of H.
+template <class Element_, ActivationFamily kFamily>
+struct FinisherKernel {
+  using Element = Element_;
+  using Epilogue = FinishActivated<Element, kFamily>;
+  static constexpr int kN = Epilogue::kN;
+  static constexpr int kStages = 3;
+  static constexpr bool kPingPong = false;
+  static constexpr int kProducerRegisters = 56;  ///< of 512 for a thread of each of four warpgroups
+  static constexpr int kConsumerRegisters = 160;
+  static constexpr int kFinisherRegisters = 136;  ///< not below the 128 that the launch gives
+  using Schedule = RowTiles;
+  using LoadA = GatherRows<Element>;
+  using LoadB = LoadWeightRows<kN, kPlanesOf<kFamily>>;
+};
+
 /// Of the kernel. Those of all kinds have the cooperative tile alone.
 ActivationFamily kernel_family(const UpForwardArgs& args) {
   using enum ActivationFamily;
@@ -39,15 +56,17 @@ template <class Element>
 Status launch_up(ActivationFamily family, UpTile tile, Parameters& p, std::int64_t count, const Context& ctx,
                  cudaStream_t stream) {
   return with_family(family, [&]<ActivationFamily kFamily>() {
-    const auto run = [&]<UpTile kTile>() {
-      using Kernel = UpKernel<Element, kFamily, kTile>;
+    const auto run = [&]<class Kernel>() {
       return launch("up_forward", expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, ctx,
-                    stream);
+                    stream, kThreadsOf<Kernel>);
     };
     if constexpr (!kAnyOfTheKind<kFamily>) {
-      if (tile == UpTile::kPingPong176) return run.template operator()<UpTile::kPingPong176>();
+      if (tile == UpTile::kPingPong176) {
+        return run.template operator()<UpKernel<Element, kFamily, UpTile::kPingPong176>>();
+      }
+      if (tile == UpTile::kFinisher256) return run.template operator()<FinisherKernel<Element, kFamily>>();
     }
-    return run.template operator()<UpTile::kCooperative256>();
+    return run.template operator()<UpKernel<Element, kFamily, UpTile::kCooperative256>>();
   });
 }
 
@@ -79,10 +98,9 @@ Status up_forward(const UpForwardArgs& args, const Context& ctx, cudaStream_t st
   const std::int64_t n = args.w_up.extent[1] / planes;
 
   const ActivationFamily family = kernel_family(args);
-  UpPlan plan = plan_up(d, n, planes == 2);
-  if (family == ActivationFamily::kGated || family == ActivationFamily::kUngated) {
-    plan.tile = UpTile::kCooperative256;
-  }
+  const bool any_kind = family == ActivationFamily::kGated || family == ActivationFamily::kUngated;
+  UpPlan plan = plan_up(d, n, planes == 2 && !any_kind);
+  if (any_kind) plan.tile = UpTile::kCooperative256;
   const int columns = up_tile_columns(plan.tile);
   const int store_columns = plan.tile == UpTile::kPingPong176 ? columns / 2 : 0;
 
