@@ -105,6 +105,7 @@ TEST(CudaPlanTest, UpTileFollowsTheSumsLength) {
   EXPECT_EQ(plan_up(2048, 1024, true).tile, UpTile::kFinisher256);
   EXPECT_EQ(plan_up(4096, 1024, true).tile, UpTile::kCooperative256);
   EXPECT_EQ(plan_up(2048, 1024, false).tile, UpTile::kCooperative256);
+  EXPECT_EQ(plan_up(2048, 1024, true, false).tile, UpTile::kCooperative256);
   EXPECT_EQ(plan_up(512, 2048, false).tile, UpTile::kCooperative256);
   EXPECT_EQ(plan_up(512, 128, true).tile, UpTile::kCooperative256);  // 176 columns for 128
   for (int tile = 0; tile < hopper::kNumUpTiles; ++tile) {

@@ -54,14 +54,14 @@ Plan plan_rows(std::int64_t k, std::int64_t cols) {
   return {tile >= 0 && tile < kNumRowsTiles ? static_cast<RowsTile>(tile) : rule, forced_or({8, by_expert})};
 }
 
-UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated) {
+UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated, bool both) {
   // A short sum does not hide what follows it. Ping-pong does, but it loads more for each product, and its
   // columns, 88 of gate and 88 of up, seldom divide n; a finisher does from d = 1536 on, with a shorter ring,
   // which costs more than it gains where sums are long (docs/benchmarking.md).
   const auto padded = [&](std::int64_t tile) { return (cols + tile - 1) / tile * tile; };
   UpTile rule = UpTile::kCooperative256;
   if (gated && k <= 1024 && padded(88) * 20 <= padded(128) * 21) rule = UpTile::kPingPong176;
-  if (gated && k > 1024 && k < 4096) rule = UpTile::kFinisher256;
+  if (gated && both && k > 1024 && k < 4096) rule = UpTile::kFinisher256;
   const int forced = forced_up_tile;
   const UpTile tile = forced >= 0 && forced < kNumUpTiles ? static_cast<UpTile>(forced) : rule;
   // Expert by expert an expert's weight is read from memory once, but bands are shorter and finding a tile

@@ -43,8 +43,9 @@ struct UpPlan {
   Walk walk;
 };
 
-/// `k` is d, `cols` n; `gated`: gate and up, of a kind that has kernels of its own.
-UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated);
+/// `k` is d, `cols` n; `gated`: gate and up, of a kind that has kernels of its own; `both`: H and A are
+/// written.
+UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated, bool both = true);
 
 /// Tile of down's backward.
 enum class DownBackwardTile : std::uint8_t {

@@ -99,7 +99,7 @@ Status up_forward(const UpForwardArgs& args, const Context& ctx, cudaStream_t st
 
   const ActivationFamily family = kernel_family(args);
   const bool any_kind = family == ActivationFamily::kGated || family == ActivationFamily::kUngated;
-  UpPlan plan = plan_up(d, n, planes == 2 && !any_kind);
+  UpPlan plan = plan_up(d, n, planes == 2 && !any_kind, args.h.present() && args.a.present());
   if (any_kind) plan.tile = UpTile::kCooperative256;
   const int columns = up_tile_columns(plan.tile);
   const int store_columns = plan.tile == UpTile::kPingPong176 ? columns / 2 : 0;
