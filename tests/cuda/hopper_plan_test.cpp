@@ -70,8 +70,11 @@ TEST(CudaPlanTest, HopperPlansCanBeForced) {
 TEST(CudaPlanTest, HopperDownBackwardTileFollowsTheSumsLength) {
   using hopper::DownBackwardTile;
   const Forced forced;
-  const auto tile = [](std::int64_t d, std::int64_t n) { return hopper::plan_down_backward(d, n).tile; };
-  EXPECT_EQ(tile(512, 2048), DownBackwardTile::kPingPong128);  // the finisher takes longer than the product
+  const auto tile = [](std::int64_t d, std::int64_t n) {
+    return hopper::plan_down_backward(d, n, false).tile;
+  };
+  EXPECT_EQ(tile(512, 2048), DownBackwardTile::kFinisherAhead256);  // the finisher must not wait
+  EXPECT_EQ(tile(768, 256), DownBackwardTile::kFinisherAhead256);
   EXPECT_EQ(tile(1536, 256), DownBackwardTile::kFinisher256);
   EXPECT_EQ(tile(2048, 1408), DownBackwardTile::kFinisher256);  // half of the sixth tile is empty
   EXPECT_EQ(tile(2048, 128), DownBackwardTile::kPingPong128);   // half of the only one would be
@@ -79,9 +82,11 @@ TEST(CudaPlanTest, HopperDownBackwardTileFollowsTheSumsLength) {
   for (int forced_tile = 0; forced_tile < hopper::kNumDownBackwardTiles; ++forced_tile) {
     hopper::force_down_backward_tile(forced_tile);
     EXPECT_EQ(static_cast<int>(tile(512, 2048)), forced_tile);
+    // The others know no routing weight before the expert.
+    EXPECT_EQ(hopper::plan_down_backward(512, 2048, true).tile, DownBackwardTile::kFinisherAhead256);
   }
   hopper::force_raster(3);
-  EXPECT_EQ(hopper::plan_down_backward(512, 2048).walk.raster, 3);
+  EXPECT_EQ(hopper::plan_down_backward(512, 2048, false).walk.raster, 3);
 }
 
 TEST(CudaPlanTest, UpWalksExpertByExpertWhereDIsLarge) {
@@ -216,11 +221,15 @@ TEST(HopperForcedPlanTest, EveryTileOfDownBackwardIsRight) {
   for (const Shape& shape : shapes) {
     for (const ActivationKind kind :
          {ActivationKind::kSwiGLU, ActivationKind::kSiLU, ActivationKind::kGeGLU}) {
-      for (const DType dtype : {DType::kBF16, DType::kF16}) {
+      for (int variant = 0; variant < 4; ++variant) {
+        const DType dtype = variant % 2 == 0 ? DType::kBF16 : DType::kF16;
+        const bool before = variant >= 2;  // one kernel's alone: every tile gives it
         LayerConfig config;
         config.dtype = dtype;
         config.activation.kind = kind;
         config.has_b_down = kind == ActivationKind::kGeGLU;
+        config.has_b_up = before && kind != ActivationKind::kSiLU;
+        if (before) config.weight_position = WeightPosition::kBefore;
         const LayerProblem problem = random_problem(7500, shape, config, {.kind = RoutingKind::kZipf});
         if (const char* reason = hopper::refusal(problem.config, 0)) GTEST_SKIP() << reason;
         const Forced forced;

@@ -220,7 +220,7 @@ __device__ inline double warp_sum(double value) {
 
 static int failures = 0;
 
-static const char* const kDownBackwardTiles[] = {"128 pp", "256 finisher"};
+static const char* const kDownBackwardTiles[] = {"128 pp", "256 finisher", "256 finisher ahead"};
 
 template <class F>
 static void compare(const char* what, int64_t samples, double tolerance, F f) {
@@ -474,8 +474,8 @@ struct Problem {
   HostIndex host;
   m::Index index;
   int64_t R;
-  Buffer x, d_y, w_up, w_down, b_up, b_down, s_row, h, a, y, d_h, a_scaled, d_x, d_w_up, d_w_down, d_weights,
-      work;
+  Buffer x, d_y, w_up, w_down, b_up, b_down, s_row, h, a, y, d_h, d_h_bias, a_scaled, d_x, d_w_up, d_w_down,
+      d_weights, work;
   Cublas* cublas;
 
   static std::size_t size(int64_t a, int64_t b, int64_t c = 1) {
@@ -501,6 +501,7 @@ struct Problem {
         a(size(S + kGuard, s.n)),
         y(size(S + kGuard, s.d)),
         d_h(size(S + kGuard, W)),
+        d_h_bias(o.before ? size(S + kGuard, W) : 0),
         a_scaled(size(S + kGuard, s.n)),
         d_x(size(S + kGuard, s.d)),
         d_w_up(size(s.E, W, s.d) * 2),
@@ -580,6 +581,11 @@ struct Problem {
     args.gate_layout = o.layout;
     args.d_h = view(d_h, {S, W});
     args.a_scaled = view(a_scaled, {S, s.n});
+    if (o.before) {
+      args.weight_position = m::WeightPosition::kBefore;
+      if (o.bias) args.b_up = view(b_up, {s.E, W});
+      args.d_h_bias = view(d_h_bias, {S, W});
+    }
     if (context().workspace_bytes > 0) args.d_weights = view(d_weights, {s.T, s.K}, DType::kF32);
     return args;
   }
@@ -701,28 +707,41 @@ struct Problem {
     const auto* pdy = d_y.as<Element>();
     const auto* pw = w_down.as<Element>();
     const auto* pb = b_down.as<Element>();
+    const auto* pbu = b_up.as<Element>();
     const auto* ph = h.as<Element>();
     const auto* pdh = d_h.as<Element>();
+    const auto* pdhb = d_h_bias.as<Element>();
     const auto* pas = a_scaled.as<Element>();
     const auto* ps = s_row.as<float>();
     const auto ix = index;
     const int64_t d = s.d, n = s.n, width = W, rows = R, E = s.E;
-    const bool two = planes == 2;
-    const bool bias = o.bias;
+    const bool two = planes == 2, bias = o.bias, before = o.before;
+    const bool interleaved = two && o.layout == m::GateLayout::kInterleaved;
     const ActivationReference act{o.activation};
-    for (int what = 0; what < 3; ++what) {
-      const char* names[] = {"down backward d_h gate", "down backward d_h up", "down backward a_scaled"};
-      if (what == 1 && !two) continue;
+    const auto activated = [=] __device__(int64_t row, int64_t col, int e, double* value, double* slope) {
+      double z[2] = {0, 0};
+      for (int p = 0; p < (two ? 2 : 1); ++p) {
+        z[p] = float(ph[row * width + p * n + col]);
+        if (before) {
+          z[p] *= ps[row];
+          if (bias) z[p] += float(pbu[e * width + (interleaved ? col * 2 + p : p * n + col)]);
+        }
+      }
+      act(z[0], z[1], value, &slope[0], &slope[1]);
+    };
+    for (int what = 0; what < 5; ++what) {
+      const char* names[] = {"down backward d_h gate", "down backward d_h up", "down backward d_h_bias gate",
+                             "down backward d_h_bias up", "down backward a_scaled"};
+      if ((what % 2 == 1 && !two) || (!before && (what == 2 || what == 3))) continue;
       compare(names[what], num_samples(rows, n), kTolerance,
               [=] __device__(int64_t i, double& ref, double& out) {
                 int64_t row, col;
                 sample(i, rows, n, &row, &col);
                 const int e = expert_of(ix.expert_token_offsets, static_cast<int>(E), static_cast<int>(row));
                 double value, slope[2];
-                act(float(ph[row * width + col]), two ? float(ph[row * width + n + col]) : 0.0F, &value,
-                    &slope[0], &slope[1]);
-                if (what == 2) {
-                  ref = value * ps[row];
+                activated(row, col, e, &value, slope);
+                if (what == 4) {
+                  ref = before ? value : value * ps[row];
                   out = float(pas[row * n + col]);
                   return;
                 }
@@ -731,8 +750,9 @@ struct Problem {
                 for (int64_t k = threadIdx.x % 32; k < d; k += 32) {
                   g += double(float(dy[k])) * double(float(pw[(e * d + k) * n + col]));
                 }
-                ref = warp_sum(g) * ps[row] * slope[what];
-                out = float(pdh[row * width + what * n + col]);
+                const int plane = what % 2;
+                ref = warp_sum(g) * slope[plane] * (what < 2 ? ps[row] : 1.0F);
+                out = float((what < 2 ? pdh : pdhb)[row * width + plane * n + col]);
               });
     }
     const auto* pds = d_weights.as<float>();
@@ -750,19 +770,24 @@ struct Problem {
       double sum = 0;
       for (int64_t col = threadIdx.x % 32; col < n; col += 32) {
         double value, slope[2];
-        act(float(ph[row * width + col]), two ? float(ph[row * width + n + col]) : 0.0F, &value, &slope[0],
-            &slope[1]);
+        activated(row, col, e, &value, slope);
         float g = 0;
         for (int64_t k = 0; k < d; ++k) g += float(dy[k]) * float(pw[(e * d + k) * n + col]);
-        sum += double(g) * value;
+        if (before) {
+          for (int p = 0; p < (two ? 2 : 1); ++p)
+            sum += double(g) * slope[p] * float(ph[row * width + p * n + col]);
+        } else {
+          sum += double(g) * value;
+        }
       }
-      if (bias) {
+      if (bias && !before) {
         for (int64_t k = threadIdx.x % 32; k < d; k += 32)
           sum += double(float(dy[k])) * double(float(pb[e * d + k]));
       }
       ref = warp_sum(sum) * scale;
     });
     expect_untouched("down backward d_h", d_h, size(R, W));
+    if (before) expect_untouched("down backward d_h_bias", d_h_bias, size(R, W));
     expect_untouched("down backward a_scaled", a_scaled, size(R, s.n));
   }
 
@@ -901,23 +926,25 @@ struct Problem {
       if (y_hash[tile] != y_hash[0]) std::printf("    note: tile %d gives other bits\n", tile);
     }
     hopper::force_rows_tile(-1);
-    if (!o.before) {
-      for (int run = 0; run < 2 * hopper::kNumDownBackwardTiles; ++run) {  // each tile twice
-        static unsigned long long first[3];
-        hopper::force_down_backward_tile(run / 2);
-        d_h.poison();
-        a_scaled.poison();
-        d_weights.poison();
-        check_status(hopper::down_backward(down_backward_args(), ctx, nullptr));
-        if (run % 2 == 0) check_down_backward();
-        const unsigned long long now[3] = {hash_of(d_h), hash_of(a_scaled), hash_of(d_weights)};
-        if (run % 2 == 1 && std::memcmp(first, now, sizeof now) != 0) {
-          ++failures;
-          std::printf("    FAILED: down backward is not reproducible\n");
-        }
-        std::memcpy(first, now, sizeof now);
+    for (int run = 0; run < 2 * hopper::kNumDownBackwardTiles; ++run) {  // each tile twice
+      static unsigned long long first[4];
+      hopper::force_down_backward_tile(run / 2);
+      d_h.poison();
+      d_h_bias.poison();
+      a_scaled.poison();
+      d_weights.poison();
+      check_status(hopper::down_backward(down_backward_args(), ctx, nullptr));
+      if (run % 2 == 0) check_down_backward();
+      const unsigned long long now[4] = {hash_of(d_h), hash_of(d_h_bias), hash_of(a_scaled),
+                                         hash_of(d_weights)};
+      if (run % 2 == 1 && std::memcmp(first, now, sizeof now) != 0) {
+        ++failures;
+        std::printf("    FAILED: down backward is not reproducible\n");
       }
-      hopper::force_down_backward_tile(-1);
+      std::memcpy(first, now, sizeof now);
+    }
+    hopper::force_down_backward_tile(-1);
+    if (!o.before) {
       for (int tile = 0; tile < hopper::kNumRowsTiles; ++tile) {
         hopper::force_rows_tile(tile);
         d_x.poison();

@@ -22,13 +22,39 @@ __device__ __forceinline__ void store_once(void* target, const std::uint32_t (&v
                : "memory");
 }
 
+/// Sums over the lanes of a row; the part of dS of each row of the group goes to memory.
+template <int kRowsOfGroup>
+__device__ __forceinline__ void write_sums(const Parameters& p, const Work& work, int row,
+                                           float (&sums)[kRowsOfGroup]) {
+  int lanes = 32;
+  int pass = 0;
+#pragma unroll
+  for (int count = kRowsOfGroup / 2; count > 0; count /= 2) {  // halves of the rows to halves of the lanes
+    lanes /= 2;
+    const bool high = (Lane::lane() & lanes) != 0;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const float other = __shfl_xor_sync(0xffffffffU, high ? sums[i] : sums[i + count], lanes);
+      sums[i] = (high ? sums[i + count] : sums[i]) + other;
+    }
+    pass += high ? count : 0;
+  }
+#pragma unroll
+  for (lanes /= 2; lanes > 0; lanes /= 2) sums[0] += __shfl_xor_sync(0xffffffffU, sums[0], lanes);
+  const int mine = row + pass;
+  if (Lane::lane() % (32 / kRowsOfGroup) == 0 && mine < work.rows) {
+    p.partials[static_cast<std::int64_t>(work.row0 + mine) * p.partials_stride + work.n] = sums[0];
+  }
+}
+
 template <class Element_, ActivationFamily kFamily>
 struct FinishActivationBackward {
   using Element = Element_;
   static constexpr int kN = 256;  ///< columns of a tile: eight a lane
   static constexpr int kPlanes = kPlanesOf<kFamily>;
-  static constexpr int kStagingBytes = 64 * kN * 2;  ///< g of a consumer's 64 rows: kN / 64 chunks
-  static constexpr int kNumBarriers = 2;             ///< of each consumer: g is there, g is read
+  static constexpr int kBytesOfG = 64 * kN * 2;  ///< of a consumer's 64 rows: kN / 64 chunks
+  static constexpr int kStagingBytes = kBytesOfG;
+  static constexpr int kNumBarriers = 2;  ///< of each consumer: g is there, g is read
 
   const Parameters& p;
   std::uint32_t chunks;
@@ -161,7 +187,7 @@ struct FinishActivationBackward {
           targets.a += p.rows_out_a.stride;
         }
       });
-      if (p.partials != nullptr) write_sums(work, row, sums);
+      if (p.partials != nullptr) write_sums(p, work, row, sums);
     }
 
     /// Eight columns of one row; returns their part of dS.
@@ -214,30 +240,6 @@ struct FinishActivationBackward {
       }
       if (row < limits.a) store_once(targets.a, a);
       return sum;
-    }
-
-    /// Sums over the lanes of a row; the part of dS of each row of the group goes to memory.
-    __device__ __forceinline__ void write_sums(const Work& work, int row, float (&sums)[kRowsOfGroup]) const {
-      int lanes = 32;
-      int pass = 0;
-#pragma unroll
-      for (int count = kRowsOfGroup / 2; count > 0;
-           count /= 2) {  // halves of the rows to halves of the lanes
-        lanes /= 2;
-        const bool high = (Lane::lane() & lanes) != 0;
-#pragma unroll
-        for (int i = 0; i < count; ++i) {
-          const float other = __shfl_xor_sync(0xffffffffU, high ? sums[i] : sums[i + count], lanes);
-          sums[i] = (high ? sums[i + count] : sums[i]) + other;
-        }
-        pass += high ? count : 0;
-      }
-#pragma unroll
-      for (lanes /= 2; lanes > 0; lanes /= 2) sums[0] += __shfl_xor_sync(0xffffffffU, sums[0], lanes);
-      const int mine = row + pass;
-      if (Lane::lane() % (32 / kRowsOfGroup) == 0 && mine < work.rows) {
-        p.partials[static_cast<std::int64_t>(work.row0 + mine) * p.partials_stride + work.n] = sums[0];
-      }
     }
   };
 };

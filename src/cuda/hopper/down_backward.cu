@@ -1,6 +1,6 @@
 /// down's backward on Hopper: g = dY[token] W2 with dH, A' and dS in the epilogue; Y is never needed.
 /// Source: SonicMoE, arXiv 2512.14080, section 3.
-#include "cuda/hopper/activation_backward.cuh"
+#include "cuda/hopper/activation_backward_ahead.cuh"
 #include "cuda/hopper/gemm.cuh"
 #include "cuda/hopper/hopper.hpp"
 #include "cuda/hopper/launch.hpp"
@@ -25,17 +25,17 @@ struct PingPongKernel {
   using Epilogue = StoreActivationBackward<Element, kN, kFamily>;
 };
 
-/// 128 x 256, with a finisher that works on H.
-template <class Element_, ActivationFamily kFamily>
+/// 128 x 256, with a finisher that works on H. Registers: of 512 for a thread of each of four warpgroups.
+template <class Epilogue_, bool kAhead>
 struct FinisherKernel {
-  using Element = Element_;
-  using Epilogue = FinishActivationBackward<Element, kFamily>;
+  using Epilogue = Epilogue_;
+  using Element = typename Epilogue::Element;
   static constexpr int kN = Epilogue::kN;
   static constexpr int kStages = 3;
   static constexpr bool kPingPong = false;
-  static constexpr int kProducerRegisters = 56;  ///< of 512 for a thread of each of four warpgroups
+  static constexpr int kProducerRegisters = kAhead ? 48 : 56;
   static constexpr int kConsumerRegisters = 160;
-  static constexpr int kFinisherRegisters = 136;
+  static constexpr int kFinisherRegisters = kAhead ? 144 : 136;
   using Schedule = RowTiles;
   using LoadA = GatherRows<Element>;
   using LoadB = LoadWeightColumns<kN>;
@@ -45,19 +45,41 @@ constexpr int columns_of(DownBackwardTile tile) {
   return tile == DownBackwardTile::kPingPong128 ? 128 : 256;
 }
 
-template <class Element>
-Status launch_down_backward(DownBackwardTile tile, Parameters& p, std::int64_t count, const Context& ctx,
-                            cudaStream_t stream) {
-  return with_family(family_of(p.activation.kind), [&]<ActivationFamily kFamily>() {
-    const auto run = [&]<class Kernel>() {
-      return launch("down_backward", expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, ctx,
-                    stream, kThreadsOf<Kernel>);
-    };
-    return tile == DownBackwardTile::kPingPong128
-               ? run.template operator()<PingPongKernel<Element, kFamily>>()
-               : run.template operator()<FinisherKernel<Element, kFamily>>();
-  });
-}
+struct Call {
+  Parameters& p;
+  DownBackwardTile tile;
+  bool before;
+  std::int64_t count;
+  const Context& ctx;
+  cudaStream_t stream;
+
+  template <class Kernel>
+  Status run() const {
+    return launch("down_backward", expert_gemm_kernel<Kernel>, SharedLayout<Kernel>::kBytes, p, count, ctx,
+                  stream, kThreadsOf<Kernel>);
+  }
+  template <class Element, ActivationFamily kFamily, bool kBefore>
+  Status run_ahead() const {
+    return run<FinisherKernel<FinishActivationBackwardAhead<Element, kFamily, kBefore>, true>>();
+  }
+  template <class Element>
+  Status run_element() const {
+    using enum ActivationFamily;
+    if (before) {
+      return is_gated(p.activation.kind) ? run_ahead<Element, kGated, true>()
+                                         : run_ahead<Element, kUngated, true>();
+    }
+    return with_family(family_of(p.activation.kind), [&]<ActivationFamily kFamily>() {
+      switch (tile) {
+        case DownBackwardTile::kPingPong128: return run<PingPongKernel<Element, kFamily>>();
+        case DownBackwardTile::kFinisher256:
+          return run<FinisherKernel<FinishActivationBackward<Element, kFamily>, false>>();
+        case DownBackwardTile::kFinisherAhead256: break;
+      }
+      return run_ahead<Element, kFamily, false>();
+    });
+  }
+};
 
 }  // namespace
 
@@ -70,7 +92,6 @@ std::size_t down_backward_workspace_bytes(std::int64_t num_slots, std::int64_t d
 const char* refusal(const DownBackwardArgs& args, int device_index) {
   if (const char* reason = refuse_device(device_index)) return reason;
   if (const char* reason = refuse_dtype(args.d_y.dtype)) return reason;
-  if (args.weight_position == WeightPosition::kBefore) return "the routing weight acts before the expert";
   if (args.w_down.extent[1] % 8 != 0) return "d is not a multiple of 8";
   if (args.w_down.extent[2] % 8 != 0) return "n is not a multiple of 8";
   if (const char* reason = refuse_layout(args.d_y, "d_y is not in 16-byte steps")) return reason;
@@ -78,6 +99,8 @@ const char* refusal(const DownBackwardArgs& args, int device_index) {
     return reason;
   if (const char* reason = refuse_layout(args.h, "h is not in 16-byte steps")) return reason;
   if (const char* reason = refuse_layout(args.d_h, "d_h is not in 16-byte steps")) return reason;
+  if (const char* reason = refuse_layout(args.d_h_bias, "d_h_bias is not in 16-byte steps")) return reason;
+  if (args.b_up.present() && args.b_up.stride[1] != 1) return "b_up is not contiguous along its rows";
   return refuse_layout(args.a_scaled, "a_scaled is not in 16-byte steps");
 }
 
@@ -93,15 +116,17 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStrea
   const int planes = static_cast<int>(h_width_factor(args.activation.kind));
   const std::int64_t d = args.w_down.extent[1];
   const std::int64_t n = args.w_down.extent[2];
-  // b_down's part of dS is a column of partials beside those of the tiles.
-  const bool has_dots = args.b_down.present() && args.d_weights.present();
+  const bool before = args.weight_position == WeightPosition::kBefore;
+  // b_down's part of dS is a column of partials beside those of the tiles. With the weight before the expert,
+  // s does not scale b_down.
+  const bool has_dots = args.b_down.present() && args.d_weights.present() && !before;
   const std::size_t needed = down_backward_workspace_bytes(num_slots, n, has_dots);
   if (args.d_weights.present() && ctx.workspace_bytes < needed) {
     return Status::error(StatusCode::kInvalidArgument, "down_backward: workspace is %zu bytes, expected %zu",
                          ctx.workspace_bytes, needed);
   }
 
-  const DownBackwardPlan plan = plan_down_backward(d, n);
+  const DownBackwardPlan plan = plan_down_backward(d, n, before);
   Parameters p{};
   set_row_tiles(args.index, ceil_div(n, columns_of(plan.tile)), plan.walk, &p);
   p.source = args.d_y.data;
@@ -112,6 +137,16 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStrea
   p.cols = static_cast<int>(n);
   p.activation = args.activation;
   p.row_weights = static_cast<const float*>(args.row_weights.data);
+  if (before && args.b_up.present()) {
+    const bool interleaved = planes == 2 && args.gate_layout == GateLayout::kInterleaved;
+    p.bias = args.b_up.data;
+    p.bias_stride = args.b_up.stride[0];
+    p.bias_step = interleaved ? 2 : 1;
+    p.bias_up = interleaved ? 1 : static_cast<int>(n);
+  }
+  if (before && args.d_h_bias.present()) {
+    p.d_h_bias = {args.d_h_bias.data, args.d_h_bias.stride[0], static_cast<int>(n)};
+  }
   p.partials = args.d_weights.present() ? static_cast<float*>(scratch_of(ctx)) : nullptr;
   p.partials_stride = p.n_tiles + (has_dots ? 1 : 0);
   MOESTRO_RETURN_IF_ERROR(
@@ -122,9 +157,9 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStrea
   MOESTRO_RETURN_IF_ERROR(make_rows_output("down_backward: a_scaled", args.a_scaled, 1, &p.rows_out_a));
 
   const std::int64_t count = max_tiles(num_slots, args.w_down.extent[0]) * p.n_tiles;
-  MOESTRO_RETURN_IF_ERROR(args.d_y.dtype == DType::kBF16
-                              ? launch_down_backward<__nv_bfloat16>(plan.tile, p, count, ctx, stream)
-                              : launch_down_backward<__half>(plan.tile, p, count, ctx, stream));
+  const Call call{p, plan.tile, before, count, ctx, stream};
+  MOESTRO_RETURN_IF_ERROR(args.d_y.dtype == DType::kBF16 ? call.run_element<__nv_bfloat16>()
+                                                         : call.run_element<__half>());
   if (!args.d_weights.present()) return {};
   if (has_dots) {
     MOESTRO_RETURN_IF_ERROR(bias_dots(args.d_y, args.b_down, args.index, num_slots, p.partials,

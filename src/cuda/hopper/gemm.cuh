@@ -277,13 +277,24 @@ template <class Kernel>
 __device__ __forceinline__ void finish(const Parameters& p, std::uint32_t base) {
   using Layout = SharedLayout<Kernel>;
   const typename Kernel::Schedule schedule(p);
-  typename Kernel::Epilogue::Finisher finisher(p, base + Layout::kStaging,
-                                               Layout::epilogue_barriers(base, 0));
+  using Finisher = typename Kernel::Epilogue::Finisher;
+  Finisher finisher(p, base + Layout::kStaging, Layout::epilogue_barriers(base, 0));
   Tickets tickets{base + Layout::kTickets};
-  for (int w = static_cast<int>(blockIdx.x); w < schedule.count(); w = tickets.template take<true>()) {
-    finisher.run(schedule.at(w));
+  int w = static_cast<int>(blockIdx.x);
+  if constexpr (requires(const Work& tile) { finisher.begin(tile); }) {  // it looks a tile ahead
+    if (w >= schedule.count()) return;
+    Work work = schedule.at(w);
+    finisher.begin(work);
+    for (Work next = work; w < schedule.count(); work = next) {
+      w = tickets.template take<true>();  // published when this tile is loaded
+      next = schedule.at(min(w, schedule.count() - 1));
+      if (w >= schedule.count()) next.rows = 0;
+      finisher.run(work, next);
+    }
+  } else {
+    for (; w < schedule.count(); w = tickets.template take<true>()) finisher.run(schedule.at(w));
+    if (threadIdx.x % kWarpgroup == 0) tma_wait_read<0>();  // its last stores still read shared memory
   }
-  if (threadIdx.x % kWarpgroup == 0) tma_wait_read<0>();  // its last stores still read shared memory
 }
 
 template <class Kernel>

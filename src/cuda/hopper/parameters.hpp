@@ -35,6 +35,7 @@ struct Parameters {
   Rows h_rows;            ///< the same without TMA
   RowsOutput rows_out;    ///< H, Y, dH or dX~
   RowsOutput rows_out_a;  ///< A, or A'
+  Rows d_h_bias;          ///< down_backward, WeightPosition::kBefore: dP
   CUtensorMap weight_out;
 
   // Gather: rows of x or dY.

@@ -69,13 +69,15 @@ UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated, bool both) {
   return {tile, forced_or({tile == UpTile::kFinisher256 ? 16 : 8, k >= 4096})};
 }
 
-DownBackwardPlan plan_down_backward(std::int64_t k, std::int64_t cols) {
-  // The wide tile moves fewer bytes; its finisher hides behind sums of about 1000 and more. A last tile that
-  // is half empty costs what it gains. Fitted to bench/results/hopper_kernels.jsonl.
+DownBackwardPlan plan_down_backward(std::int64_t k, std::int64_t cols, bool before) {
+  using enum DownBackwardTile;
+  if (before) return {kFinisherAhead256, forced_or({4, false})};
+  // The wide tile moves fewer bytes; its finisher hides behind long sums. A last tile that is half empty
+  // costs what it gains. Fitted to bench/results/hopper_kernels.jsonl.
   const std::int64_t wide = (cols + 255) / 256 * 256;
   const std::int64_t narrow = (cols + 127) / 128 * 128;
-  const bool finisher = k >= 1024 && wide * 100 <= narrow * 112;
-  const DownBackwardTile rule = finisher ? DownBackwardTile::kFinisher256 : DownBackwardTile::kPingPong128;
+  DownBackwardTile rule = k < 1536 ? kFinisherAhead256 : kFinisher256;
+  if (wide * 100 > narrow * 112) rule = kPingPong128;
   const int tile = forced_down_backward_tile;
   return {tile >= 0 && tile < kNumDownBackwardTiles ? static_cast<DownBackwardTile>(tile) : rule,
           forced_or({4, false})};

@@ -49,18 +49,19 @@ UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated, bool both = true);
 
 /// Tile of down's backward.
 enum class DownBackwardTile : std::uint8_t {
-  kPingPong128,  ///< 128 x 128, a consumer warpgroup a tile
-  kFinisher256,  ///< 128 x 256, both consumer warpgroups on one tile, a fourth warpgroup for H
+  kPingPong128,       ///< 128 x 128, a consumer warpgroup a tile
+  kFinisher256,       ///< 128 x 256, both consumer warpgroups on one tile, a fourth warpgroup for H
+  kFinisherAhead256,  ///< the same, H asked for earlier
 };
-constexpr int kNumDownBackwardTiles = 2;
+constexpr int kNumDownBackwardTiles = 3;
 
 struct DownBackwardPlan {
   DownBackwardTile tile;
   Walk walk;
 };
 
-/// `k` is d, `cols` is n.
-DownBackwardPlan plan_down_backward(std::int64_t k, std::int64_t cols);
+/// `k` is d, `cols` is n. `before`: the routing weight acts before the expert, which one tile alone can.
+DownBackwardPlan plan_down_backward(std::int64_t k, std::int64_t cols, bool before);
 
 /// Tile of a weight's gradient: columns of dH or A' x columns of x or dY.
 enum class WeightTile : std::uint8_t { k256x192, k128x256 };
