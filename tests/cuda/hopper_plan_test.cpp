@@ -315,14 +315,23 @@ std::vector<SmallLayer> small_layers() {
   SmallLayer& ungated = add("up_finisher_256_silu");
   ungated.up_tile = static_cast<int>(hopper::UpTile::kFinisher256);
   ungated.config.activation.kind = ActivationKind::kSiLU;
-  constexpr auto kFinisher = static_cast<int>(hopper::DownBackwardTile::kFinisher256);
-  add("finisher").down_backward_tile = kFinisher;
-  for (const ActivationKind kind : {ActivationKind::kSiLU, ActivationKind::kGeGLU}) {
-    SmallLayer& layer = add(kind == ActivationKind::kSiLU ? "finisher_silu" : "finisher_geglu_biases");
-    layer.down_backward_tile = kFinisher;
-    layer.config.activation.kind = kind;
-    layer.config.has_b_up = layer.config.has_b_down = kind == ActivationKind::kGeGLU;
+  for (const hopper::DownBackwardTile tile :
+       {hopper::DownBackwardTile::kFinisher256, hopper::DownBackwardTile::kFinisherAhead256}) {
+    const bool ahead = tile == hopper::DownBackwardTile::kFinisherAhead256;
+    const auto add_tile = [&](const char* name) -> SmallLayer& {
+      SmallLayer& layer = add(name);
+      layer.down_backward_tile = static_cast<int>(tile);
+      return layer;
+    };
+    add_tile(ahead ? "finisher_ahead" : "finisher");
+    add_tile(ahead ? "finisher_ahead_silu" : "finisher_silu").config.activation.kind = ActivationKind::kSiLU;
+    SmallLayer& layer = add_tile(ahead ? "finisher_ahead_geglu_biases" : "finisher_geglu_biases");
+    layer.config.activation.kind = ActivationKind::kGeGLU;
+    layer.config.has_b_up = layer.config.has_b_down = true;
   }
+  SmallLayer& before = add("weight_before");
+  before.config.weight_position = WeightPosition::kBefore;
+  before.config.has_b_up = before.config.has_b_down = true;
   return layers;
 }
 
