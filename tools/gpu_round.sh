@@ -82,7 +82,8 @@ outcome() {
     awk '{n += $1} END {print n + 0}') passed, $((SECONDS - $2)) s"
   {
     awk -F '\t' '$2 != 0 {print "  " $1 ": status " $2 " after " $3 " s"}' "$out/$1.jobs"
-    grep -E '^\[  FAILED  \] .*, where|^(FAILED|ERROR) ' "$out/$1.log" | sed 's/, where.*//; s/ - .*//; s/^/  /' | sort -u
+    { grep -E '^\[  FAILED  \] .*, where|^(FAILED|ERROR) ' "$out/$1.log" || true; } |
+      sed 's/, where.*//; s/ - .*//; s/^/  /' | sort -u
   } | tee -a "$out/summary.txt"
 }
 
