@@ -11,7 +11,7 @@ L2 = 10e12  # bytes/s from L2 to the SMs, measured with the up kernel's loads al
 TILES = {
     "up": (128, 256),
     "down": (128, 192),
-    "down_backward": (128, 128),
+    "down_backward": (128, 256),
     "up_backward": (128, 192),
     "down_weight_backward": (256, 192),
     "up_weight_backward": (256, 192),
@@ -26,9 +26,9 @@ def stage_of(name: str, seen: dict[str, int]) -> str:
         seen[kind] = seen.get(kind, 0) + 1
         return stages[min(seen[kind], len(stages)) - 1]
 
-    if "DownBackwardKernel" in name or "GemmDGated" in name:
+    if any(kernel in name for kernel in ("FinishActivationBackward", "DownBackwardKernel", "GemmDGated")):
         return "down_backward"
-    if "UpKernel" in name or "GemmGated" in name:
+    if any(kernel in name for kernel in ("UpKernel", "FinisherKernel", "GemmGated")):
         return use("up", "up", "up_again")
     if "RowsKernel" in name:
         return "down" if "LoadWeightAlongK" in name else "up_backward"
