@@ -100,18 +100,16 @@ struct Lane {
   }
 };
 
-/// How a staged chunk of 64 rows x kCols elements lies in shared memory: 64 columns in the swizzle of 128
-/// bytes; else line after line, which meets no bank twice where a line's 16-byte pieces are odd in number.
+/// A staged chunk of 64 rows x kCols elements, line after line in shared memory, which meets no bank twice
+/// where a line's 16-byte pieces are odd in number.
 template <int kCols_>
 struct Chunk {
   static constexpr int kCols = kCols_;
   static constexpr int kPieces = kCols / 8;
   static constexpr int kBytes = 64 * kCols * 2;
-  static constexpr bool kSwizzled = kCols == 64;
-  static_assert(kSwizzled || kPieces % 2 == 1);
+  static_assert(kPieces % 2 == 1);
 
   static __device__ __forceinline__ std::uint32_t piece(std::uint32_t chunk, int line, int piece) {
-    if constexpr (kSwizzled) return chunk + line * kLineBytes + ((piece ^ (line % 8)) * 16);
     return chunk + line * (kCols * 2) + piece * 16;
   }
   /// Of this lane, as Lane::matrices.
