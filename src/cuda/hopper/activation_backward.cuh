@@ -7,21 +7,6 @@
 
 namespace moestro::cuda::hopper {
 
-// Lines that are read or written once need not stay in L2.
-__device__ __forceinline__ uint4 load_once(const void* source) {
-  uint4 v;
-  asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(source)
-               : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_once(void* target, const std::uint32_t (&v)[4]) {
-  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v[0]), "r"(v[1]), "r"(v[2]),
-               "r"(v[3])
-               : "memory");
-}
-
 /// Sums over the lanes of a row; the part of dS of each row of the group goes to memory.
 template <int kRowsOfGroup>
 __device__ __forceinline__ void write_sums(const Parameters& p, const Work& work, int row,
@@ -69,15 +54,7 @@ struct FinishActivationBackward {
   __device__ __forceinline__ void store(float (&acc)[kN / 2], const Work&, int) {
     barrier_wait(barriers + 8, parity ^ 1);
     parity ^= 1;
-#pragma unroll
-    for (int chunk = 0; chunk < kN / 64; ++chunk) {
-#pragma unroll
-      for (int i = 0; i < 8; i += 2) {
-        const float* a = &acc[chunk * 32 + i * 4];
-        store_matrices(Lane::matrices(chunks + chunk * kChunkBytes, i), pack<Element>(a[0], a[1]),
-                       pack<Element>(a[2], a[3]), pack<Element>(a[4], a[5]), pack<Element>(a[6], a[7]));
-      }
-    }
+    stage_tile<Element>(acc, chunks);
     __syncwarp();
     if (Lane::lane() == 0) barrier_arrive(barriers);
   }

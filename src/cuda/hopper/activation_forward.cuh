@@ -63,15 +63,7 @@ struct FinishActivated {
     }
     barrier_wait(barriers + 8, parity ^ 1);
     parity ^= 1;
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-#pragma unroll
-      for (int i = 0; i < 8; i += 2) {
-        const float* a = &acc[chunk * 32 + i * 4];
-        store_matrices(Lane::matrices(chunks + chunk * kChunkBytes, i), pack<Element>(a[0], a[1]),
-                       pack<Element>(a[2], a[3]), pack<Element>(a[4], a[5]), pack<Element>(a[6], a[7]));
-      }
-    }
+    stage_tile<Element>(acc, chunks);
     fence_async_proxy();
     __syncwarp();
     if (Lane::lane() == 0) barrier_arrive(barriers);

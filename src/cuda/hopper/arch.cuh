@@ -221,6 +221,22 @@ __device__ __forceinline__ void store_global_16_bytes(void* address, float x, fl
                : "memory");
 }
 
+// ---- lines of global memory that are read or written once: they need not stay in L2 ----
+
+__device__ __forceinline__ uint4 load_once(const void* source) {
+  uint4 v;
+  asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(source)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_once(void* target, const std::uint32_t (&v)[4]) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v[0]), "r"(v[1]), "r"(v[2]),
+               "r"(v[3])
+               : "memory");
+}
+
 // ---- 16-bit elements in pairs ----
 
 template <class Element>

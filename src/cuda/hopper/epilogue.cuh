@@ -100,6 +100,20 @@ struct Lane {
   }
 };
 
+/// Leaves the accumulators of 64 rows in chunks of 64 columns, rounded to Element.
+template <class Element, int kAccumulators>
+__device__ __forceinline__ void stage_tile(const float (&acc)[kAccumulators], std::uint32_t chunks) {
+#pragma unroll
+  for (int chunk = 0; chunk < kAccumulators / 32; ++chunk) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      const float* a = &acc[chunk * 32 + i * 4];
+      store_matrices(Lane::matrices(chunks + chunk * kChunkBytes, i), pack<Element>(a[0], a[1]),
+                     pack<Element>(a[2], a[3]), pack<Element>(a[4], a[5]), pack<Element>(a[6], a[7]));
+    }
+  }
+}
+
 /// A staged chunk of 64 rows x kCols elements, line after line in shared memory, which meets no bank twice
 /// where a line's 16-byte pieces are odd in number.
 template <int kCols_>
