@@ -32,6 +32,75 @@ __device__ __forceinline__ void write_sums(const Parameters& p, const Work& work
   }
 }
 
+/// What eight columns of one row give, in pairs.
+template <int kPlanes>
+struct RowGradients {
+  std::uint32_t d_h[kPlanes][4];
+  std::uint32_t d_p[kPlanes][4];  ///< kBefore
+  std::uint32_t a[4];             ///< A', or with kBefore A
+};
+
+/// Eight columns of one row from g and H, `packed` and `h`, with routing weight `s`; returns their part of
+/// dS. kBefore: the routing weight acts before the expert; `bias` is up's, for these columns, in pairs.
+/// `gated` gives a gated kind's value and slopes.
+template <class Element, ActivationKind kKind, int kPlanes, bool kBefore, class Gated>
+__device__ __forceinline__ float differentiate(const Gated& gated, const uint4& packed,
+                                               const uint4 (&h_of)[kPlanes], const std::uint32_t (*bias)[4],
+                                               float s, RowGradients<kPlanes>* out) {
+  const std::uint32_t g_pairs[4] = {packed.x, packed.y, packed.z, packed.w};
+  float sum = 0;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float2 g_pair = unpack<Element>(g_pairs[j]);
+    float slope[kPlanes][2];
+    float value[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float g = e == 0 ? g_pair.x : g_pair.y;
+      float h[kPlanes];
+      float z[kPlanes];
+#pragma unroll
+      for (int plane = 0; plane < kPlanes; ++plane) {
+        const uint4& v = h_of[plane];
+        const float2 pair = unpack<Element>(j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w);
+        z[plane] = h[plane] = e == 0 ? pair.x : pair.y;
+        if constexpr (kBefore) {
+          const float2 b = unpack<Element>(bias[plane][j]);
+          z[plane] = h[plane] * s + (e == 0 ? b.x : b.y);
+        }
+      }
+      if constexpr (kPlanes == 2) {
+        const auto f = gated(z[0], z[1]);
+        value[e] = f.value;
+        slope[0][e] = f.slope_gate;
+        slope[1][e] = f.slope_up;
+      } else {
+        const auto f = activation_math::ungated<kKind>(z[0]);
+        value[e] = f.value;
+        slope[0][e] = f.slope;
+      }
+      const float factor = kBefore ? g : g * s;
+#pragma unroll
+      for (int plane = 0; plane < kPlanes; ++plane) {
+        slope[plane][e] *= factor;
+        if constexpr (kBefore) sum = fmaf(slope[plane][e], h[plane], sum);
+      }
+      if constexpr (!kBefore) {
+        sum = fmaf(g, value[e], sum);
+        value[e] *= s;
+      }
+    }
+    out->a[j] = pack<Element>(value[0], value[1]);
+#pragma unroll
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      if constexpr (kBefore) out->d_p[plane][j] = pack<Element>(slope[plane][0], slope[plane][1]);
+      const float t = kBefore ? s : 1;
+      out->d_h[plane][j] = pack<Element>(slope[plane][0] * t, slope[plane][1] * t);
+    }
+  }
+  return sum;
+}
+
 template <class Element_, ActivationFamily kFamily>
 struct FinishActivationBackward {
   using Element = Element_;
@@ -171,51 +240,18 @@ struct FinishActivationBackward {
     template <ActivationKind kKind>
     __device__ __forceinline__ float work_on(const Limits& limits, int row, const uint4& packed,
                                              const Targets& targets, const Piece& piece) const {
-      const float s = piece.s;
-      const std::uint32_t g_pairs[4] = {packed.x, packed.y, packed.z, packed.w};
-      std::uint32_t d_h[kPlanes][4];
-      std::uint32_t a[4];
-      float sum = 0;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float2 g_pair = unpack<Element>(g_pairs[j]);
-        float slope[kPlanes][2];
-        float value[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float g = e == 0 ? g_pair.x : g_pair.y;
-          float z[kPlanes];
-#pragma unroll
-          for (int plane = 0; plane < kPlanes; ++plane) {
-            const uint4& v = piece.h[plane];
-            const float2 pair = unpack<Element>(j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w);
-            z[plane] = e == 0 ? pair.x : pair.y;
-          }
-          if constexpr (kPlanes == 2) {
-            const auto f = activation_math::gated<kKind>(z[0], z[1], p.activation.limit, p.activation.alpha);
-            value[e] = f.value;
-            slope[0][e] = f.slope_gate;
-            slope[1][e] = f.slope_up;
-          } else {
-            const auto f = activation_math::ungated<kKind>(z[0]);
-            value[e] = f.value;
-            slope[0][e] = f.slope;
-          }
-#pragma unroll
-          for (int plane = 0; plane < kPlanes; ++plane) slope[plane][e] *= g * s;
-          sum = fmaf(g, value[e], sum);
-          value[e] *= s;
-        }
-        a[j] = pack<Element>(value[0], value[1]);
-#pragma unroll
-        for (int plane = 0; plane < kPlanes; ++plane)
-          d_h[plane][j] = pack<Element>(slope[plane][0], slope[plane][1]);
-      }
+      const auto gated = [&](auto gate, auto up) {  // auto: only gated kinds have it
+        return activation_math::gated<kKind>(gate, up, p.activation.limit, p.activation.alpha);
+      };
+      RowGradients<kPlanes> out;
+      const float sum =
+          differentiate<Element, kKind, kPlanes, false>(gated, packed, piece.h, nullptr, piece.s, &out);
       if (row < limits.d_h) {
 #pragma unroll
-        for (int plane = 0; plane < kPlanes; ++plane) store_once(targets.d_h + plane * p.cols, d_h[plane]);
+        for (int plane = 0; plane < kPlanes; ++plane)
+          store_once(targets.d_h + plane * p.cols, out.d_h[plane]);
       }
-      if (row < limits.a) store_once(targets.a, a);
+      if (row < limits.a) store_once(targets.a, out.a);
       return sum;
     }
   };

@@ -231,70 +231,21 @@ struct FinishActivationBackwardAhead : FinishActivationBackward<Element_, kFamil
     __device__ __forceinline__ float work_on(const Limits& limits, const Bias& bias, int row,
                                              const uint4& packed, const Targets& targets, const Piece& piece,
                                              float s) const {
-      const std::uint32_t g_pairs[4] = {packed.x, packed.y, packed.z, packed.w};
-      std::uint32_t d_h[kPlanes][4];
-      std::uint32_t d_p[kPlanes][4];
-      std::uint32_t a[4];
-      float sum = 0;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float2 g_pair = unpack<Element>(g_pairs[j]);
-        float slope[kPlanes][2];
-        float value[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float g = e == 0 ? g_pair.x : g_pair.y;
-          float h[kPlanes];
-          float z[kPlanes];
-#pragma unroll
-          for (int plane = 0; plane < kPlanes; ++plane) {
-            const uint4& v = piece[plane];
-            const float2 pair = unpack<Element>(j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w);
-            z[plane] = h[plane] = e == 0 ? pair.x : pair.y;
-            if constexpr (kBefore) {
-              const float2 b = unpack<Element>(bias[plane][j]);
-              z[plane] = h[plane] * s + (e == 0 ? b.x : b.y);
-            }
-          }
-          if constexpr (kPlanes == 2) {
-            const auto f = gated<kKind>(p.activation, z[0], z[1]);
-            value[e] = f.value;
-            slope[0][e] = f.slope_gate;
-            slope[1][e] = f.slope_up;
-          } else {
-            const auto f = activation_math::ungated<kKind>(z[0]);
-            value[e] = f.value;
-            slope[0][e] = f.slope;
-          }
-          const float factor = kBefore ? g : g * s;
-#pragma unroll
-          for (int plane = 0; plane < kPlanes; ++plane) {
-            slope[plane][e] *= factor;
-            if constexpr (kBefore) sum = fmaf(slope[plane][e], h[plane], sum);
-          }
-          if constexpr (!kBefore) {
-            sum = fmaf(g, value[e], sum);
-            value[e] *= s;
-          }
-        }
-        a[j] = pack<Element>(value[0], value[1]);
-#pragma unroll
-        for (int plane = 0; plane < kPlanes; ++plane) {
-          if constexpr (kBefore) d_p[plane][j] = pack<Element>(slope[plane][0], slope[plane][1]);
-          const float t = kBefore ? s : 1;
-          d_h[plane][j] = pack<Element>(slope[plane][0] * t, slope[plane][1] * t);
-        }
-      }
+      const auto gated_of = [&](auto gate, auto up) { return gated<kKind>(p.activation, gate, up); };
+      RowGradients<kPlanes> out;
+      const float sum =
+          differentiate<Element, kKind, kPlanes, kBefore>(gated_of, packed, piece, bias, s, &out);
       if (row < limits.d_h) {
 #pragma unroll
-        for (int plane = 0; plane < kPlanes; ++plane) store_once(targets.d_h + plane * p.cols, d_h[plane]);
+        for (int plane = 0; plane < kPlanes; ++plane)
+          store_once(targets.d_h + plane * p.cols, out.d_h[plane]);
       }
       if (kBefore && row < limits.d_h_bias) {
 #pragma unroll
         for (int plane = 0; plane < kPlanes; ++plane)
-          store_once(targets.d_h_bias + plane * p.cols, d_p[plane]);
+          store_once(targets.d_h_bias + plane * p.cols, out.d_p[plane]);
       }
-      if (row < limits.a) store_once(targets.a, a);
+      if (row < limits.a) store_once(targets.a, out.a);
       return sum;
     }
   };
