@@ -16,13 +16,7 @@ TEST(LargeOffsetsTest, SizesOfLargeLayers) {
   const Shape shapes[] = {
       {135000, 1024, 1024, 64, 8}, {1525201, 4096, 1408, 64, 8}, {70000, 7168, 2048, 128, 8}};
   for (const Shape& shape : shapes) {
-    LayerConfig config;
-    config.num_tokens = shape.num_tokens;
-    config.d_model = shape.d_model;
-    config.d_ff = shape.d_ff;
-    config.num_experts = shape.num_experts;
-    config.top_k = shape.top_k;
-    config.dtype = DType::kBF16;
+    LayerConfig config = config_of(shape, DType::kBF16);
     config.save = SavePolicy::kAll;
     SCOPED_TRACE(describe(config));
     Context ctx;

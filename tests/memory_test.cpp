@@ -23,14 +23,7 @@ TEST_P(MemoryTest, KeptBytesFollowTheFormula) {
   for (const ActivationKind kind : {ActivationKind::kSwiGLU, ActivationKind::kReLU2}) {
     for (const Shape& shape :
          {Shape{4096, 512, 512, 32, 4}, Shape{100, 7, 33, 5, 3}, Shape{32768, 4096, 1024, 128, 8}}) {
-      LayerConfig config;
-      config.num_tokens = shape.num_tokens;
-      config.d_model = shape.d_model;
-      config.d_ff = shape.d_ff;
-      config.num_experts = shape.num_experts;
-      config.top_k = shape.top_k;
-      config.dtype = DType::kBF16;
-      config.activation.kind = kind;
+      LayerConfig config = config_of(shape, DType::kBF16, kind);
       const std::int64_t rows_by_n = shape.num_tokens * shape.top_k * shape.d_ff;
       const std::size_t h = aligned((is_gated(kind) ? 4 : 2) * rows_by_n);
       const std::size_t a = aligned(2 * rows_by_n);
@@ -106,13 +99,7 @@ TEST_P(MemoryTest, FrozenGradientsNeedNoWorkspace) {
 TEST_P(MemoryTest, LargeLayersNeedNoMoreThanDHAndDX) {
   const Backend& table = *find_backend(backend().id);
   for (const Shape& shape : {Shape{24576, 1536, 256, 128, 8}, Shape{32768, 4096, 1024, 64, 4}}) {
-    LayerConfig config;
-    config.num_tokens = shape.num_tokens;
-    config.d_model = shape.d_model;
-    config.d_ff = shape.d_ff;
-    config.num_experts = shape.num_experts;
-    config.top_k = shape.top_k;
-    config.dtype = DType::kBF16;
+    const LayerConfig config = config_of(shape, DType::kBF16);
     const Context ctx = backend().context();
     const std::int64_t slots = config.num_slots();
     EXPECT_EQ(layer_bytes(config, ctx).backward_workspace,

@@ -12,18 +12,6 @@ namespace {
 class PlanTest : public BackendSuite {};
 MOESTRO_FOR_EACH_BACKEND(PlanTest);
 
-LayerConfig config_of(const Shape& shape, ActivationKind kind, DType dtype) {
-  LayerConfig config;
-  config.num_tokens = shape.num_tokens;
-  config.d_model = shape.d_model;
-  config.d_ff = shape.d_ff;
-  config.num_experts = shape.num_experts;
-  config.top_k = shape.top_k;
-  config.activation.kind = kind;
-  config.dtype = dtype;
-  return config;
-}
-
 TEST_P(PlanTest, LayerPlanIsWhatTheLayerUses) {
   for (const SavePolicy save : kAllPolicies) {
     for (const Shape& shape : {Shape{48, 24, 16, 4, 2}, Shape{7, 5, 3, 3, 3}}) {
@@ -46,7 +34,7 @@ TEST_P(PlanTest, LayerPlanIsWhatTheLayerUses) {
 // R = 64 rows of 256 bytes and more, so that no part is rounded up: H is 2 R W, A is 2 R n in bf16.
 TEST_P(PlanTest, KeptBytesFollowTheDesign) {
   const Context ctx = backend().context();
-  LayerConfig config = config_of({32, 256, 128, 4, 2}, ActivationKind::kSwiGLU, DType::kBF16);
+  LayerConfig config = config_of({32, 256, 128, 4, 2}, DType::kBF16);
   config.save = SavePolicy::kNone;
   const std::size_t index = plan_layer(config, ctx).kept_bytes;
   config.save = SavePolicy::kPreactivation;
@@ -60,7 +48,7 @@ TEST_P(PlanTest, KeptBytesFollowTheDesign) {
 
 TEST_P(PlanTest, FlopsCountWhatIsAskedFor) {
   const Context ctx = backend().context();
-  LayerConfig config = config_of({32, 256, 128, 4, 2}, ActivationKind::kSwiGLU, DType::kF32);
+  LayerConfig config = config_of({32, 256, 128, 4, 2}, DType::kF32);
   const double rdn = 64.0 * 256 * 128;
   EXPECT_EQ(plan_layer(config, ctx).forward_flops, 6 * rdn);
   EXPECT_EQ(plan_layer(config, ctx).backward_flops, 12 * rdn);
@@ -76,7 +64,7 @@ TEST_P(PlanTest, FlopsCountWhatIsAskedFor) {
 }
 
 TEST(ConventionalPlanTest, KeepsEveryRowTensor) {
-  LayerConfig config = config_of({4096, 512, 384, 32, 4}, ActivationKind::kSwiGLU, DType::kBF16);
+  LayerConfig config = config_of({4096, 512, 384, 32, 4}, DType::kBF16);
   const std::size_t rows = 4096 * 4;
   const std::size_t index = 4 * (2 * rows + 33);
   LayerPlan plan = plan_conventional_layer(config);
@@ -105,7 +93,7 @@ TEST(StepPlanTest, LayersAddUpAndShareTheLargestWorkspace) {
 }
 
 TEST(ParameterBytesTest, WeightsAndBiases) {
-  LayerConfig config = config_of({1, 64, 32, 8, 2}, ActivationKind::kSwiGLU, DType::kBF16);
+  LayerConfig config = config_of({1, 64, 32, 8, 2}, DType::kBF16);
   EXPECT_EQ(parameter_bytes(config), 2U * 8 * 3 * 64 * 32);
   config.has_b_up = config.has_b_down = true;
   EXPECT_EQ(parameter_bytes(config), 2U * 8 * (3 * 64 * 32 + 2 * 32 + 64));

@@ -59,6 +59,18 @@ struct Shape {
   std::int64_t num_tokens, d_model, d_ff, num_experts, top_k;
 };
 
+inline LayerConfig config_of(const Shape& shape, DType dtype, ActivationKind kind = ActivationKind::kSwiGLU) {
+  LayerConfig config;
+  config.num_tokens = shape.num_tokens;
+  config.d_model = shape.d_model;
+  config.d_ff = shape.d_ff;
+  config.num_experts = shape.num_experts;
+  config.top_k = shape.top_k;
+  config.dtype = dtype;
+  config.activation.kind = kind;
+  return config;
+}
+
 /// A clamp's limit that H meets often, between two points of that grid.
 constexpr float kGridLimit = 1.50390625F;
 
