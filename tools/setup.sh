@@ -23,15 +23,16 @@ missing_system_packages() {
   version=$(cmake --version 2>/dev/null | sed -n '1s/[^0-9]*\([0-9.]*\).*/\1/p')
   at_least "${version:-0}" 3.25 || echo cmake
   command -v ninja >/dev/null || echo ninja-build
-  headers='cblas.h=libopenblas-dev CLI/CLI.hpp=libcli11-dev nlohmann/json.hpp=nlohmann-json3-dev
+  headers='openblas_config.h=libopenblas-dev CLI/CLI.hpp=libcli11-dev nlohmann/json.hpp=nlohmann-json3-dev
     fmt/format.h=libfmt-dev gtest/gtest.h=libgtest-dev'
   if ! command -v "${CXX:-c++}" >/dev/null; then
     echo g++
     for pair in $headers; do echo "${pair#*=}"; done
   else
+    # OpenBLAS's own header, in Debian's folders of its kinds: a cblas.h alone may be another BLAS's.
     for pair in $headers; do
       printf '#if !__has_include(<%s>)\nmissing:%s\n#endif\n' "${pair%=*}" "${pair#*=}"
-    done | "${CXX:-c++}" -E -P -x c++ - | sed -n 's/^missing://p' | tr -d ' '
+    done | "${CXX:-c++}" -E -P $(printf -- '-I%s ' /usr/include/*/openblas*/) -x c++ - | sed -n 's/^missing://p' | tr -d ' '
   fi
   if [ -z "$PYTHON" ]; then
     echo python3-venv
