@@ -7,7 +7,8 @@
 ///   hopper_lab time SHAPE...    as bench, unchecked
 ///   hopper_lab weights SHAPE... check and time the weights' gradients alone
 ///   hopper_lab turns SHAPE...   plans in turns with cuBLAS on a warm card, with its clock;
-///                               MOESTRO_LAB_KERNELS=up,down,down_backward,up_backward, MOESTRO_LAB_ROUNDS,
+///                               MOESTRO_LAB_KERNELS=up,down,down_backward,up_backward,up_weight,down_weight,
+///                               MOESTRO_LAB_ROUNDS,
 ///                               MOESTRO_LAB_TURN_MS; tile.by_expert.raster in MOESTRO_LAB_PLANS (of up) and
 ///                               MOESTRO_LAB_ROWS_PLANS (of down and dX~)
 ///   hopper_lab profile SHAPE... each kernel once, for a profiler, or MOESTRO_LAB_ROWS_PLANS
@@ -1188,6 +1189,37 @@ struct Problem {
       std::vector<Contestant> list = {cublas_turn(false, s.d, W, d_h, w_up, y)};
       add_plans(list, [=, this] { return hopper::up_backward(up_backward_args(), ctx, nullptr); });
       run_turns("up_backward", 2.0 * R * s.d * W, list);
+    }
+    const auto weight_turns = [&](const char* kernel, int64_t rows, int64_t cols, const Buffer& left,
+                                  const Buffer& right, const Buffer& out, auto call) {
+      std::vector<Contestant> list = {{"cuBLAS",
+                                       [=, this, l = left.data, r = right.data, c = out.data] {
+                                         cublas->run(true, false, rows, cols, S / s.E, l, r, c, s.E, type);
+                                       },
+                                       {},
+                                       {}}};
+      for (int tile = 0; tile < hopper::kNumWeightTiles; ++tile) {
+        list.push_back({tile == 0 ? "256x192" : "128x256",
+                        [=] {
+                          hopper::force_weight_tile(tile);
+                          check_status(call());
+                          hopper::force_weight_tile(-1);
+                        },
+                        {},
+                        {}});
+      }
+      run_turns(kernel, 2.0 * R * rows * cols, list);
+    };
+    if (wants("up_weight")) {
+      weight_turns("up_weight", W, s.d, d_h, y, d_w_up, [=, this] {
+        return hopper::up_weight_backward(up_weight_args(kType, false), ctx, nullptr);
+      });
+    }
+    if (wants("down_weight")) {
+      fill(a_scaled.as<Element>(), R * s.n, 12, 1.0F);
+      weight_turns("down_weight", s.d, s.n, y, a_scaled, d_w_down, [=, this] {
+        return hopper::down_weight_backward(down_weight_args(kType, false), ctx, nullptr);
+      });
     }
   }
 

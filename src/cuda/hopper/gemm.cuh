@@ -156,9 +156,10 @@ __device__ __forceinline__ void release(std::uint32_t base, int stage) {
   if (threadIdx.x % 32 == 0) barrier_arrive(SharedLayout<Kernel>::empty(base, stage));
 }
 
-/// Multiplies one tile: kBlocks x 64 rows starting at 64-row block `block`.
+/// Multiplies one tile: kBlocks x 64 rows starting at 64-row block `block`. `columns`: how many the matrix
+/// still has; of a tile of 192 those beyond them are left out.
 template <class Kernel, int kBlocks, int kMaxBlocks>
-__device__ __forceinline__ void multiply(std::uint32_t base, int k_tiles, int block,
+__device__ __forceinline__ void multiply(std::uint32_t base, int k_tiles, int block, int columns,
                                          RingPosition<Kernel::kStages>& ring,
                                          float (&acc)[kMaxBlocks][Kernel::kN / 2]) {
   using Layout = SharedLayout<Kernel>;
@@ -166,7 +167,7 @@ __device__ __forceinline__ void multiply(std::uint32_t base, int k_tiles, int bl
   constexpr Major kMajorB = Kernel::LoadB::kMajor;
   constexpr std::uint64_t kStepBlock = kSlabBytes >> 4;  // of A: the next 64 rows, in either layout
 
-  const auto step = [&](std::uint64_t a, std::uint64_t b, int kk, int accumulate) {
+  const auto step = [&]<int kN>(std::uint64_t a, std::uint64_t b, int kk, int accumulate) {
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
       const std::uint64_t at = a + i * kStepBlock + kk * kDescriptorStepK16<kMajorA>;
@@ -180,7 +181,7 @@ __device__ __forceinline__ void multiply(std::uint32_t base, int k_tiles, int bl
         wgmma<typename Kernel::Element, 128, kMajorA, kMajorB>(high, at, bt + (2 * kSlabBytes >> 4),
                                                                accumulate);
       } else {
-        wgmma<typename Kernel::Element, Kernel::kN, kMajorA, kMajorB>(acc[i], at, bt, accumulate);
+        wgmma<typename Kernel::Element, kN, kMajorA, kMajorB>(first_columns<kN>(acc[i]), at, bt, accumulate);
       }
     }
   };
@@ -188,21 +189,28 @@ __device__ __forceinline__ void multiply(std::uint32_t base, int k_tiles, int bl
   int previous = -1;
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) pin(acc[i]);
-  for (int k = 0; k < k_tiles; ++k, ring.next()) {
-    const std::uint32_t tile_a = base + ring.stage * Layout::kStageBytes;
-    barrier_wait(Layout::full(base, ring.stage), ring.parity);
-    const std::uint64_t a = matrix_descriptor<kMajorA>(tile_a) + block * kStepBlock;
-    const std::uint64_t b = matrix_descriptor<kMajorB>(tile_a + kTileABytes);
-    wgmma_fence();
+  const auto loop = [&]<int kN>() {
+    for (int k = 0; k < k_tiles; ++k, ring.next()) {
+      const std::uint32_t tile_a = base + ring.stage * Layout::kStageBytes;
+      barrier_wait(Layout::full(base, ring.stage), ring.parity);
+      const std::uint64_t a = matrix_descriptor<kMajorA>(tile_a) + block * kStepBlock;
+      const std::uint64_t b = matrix_descriptor<kMajorB>(tile_a + kTileABytes);
+      wgmma_fence();
 #pragma unroll
-    for (int kk = 0; kk < 4; ++kk) {
-      step(a, b, kk, accumulate);
-      accumulate = 1;
+      for (int kk = 0; kk < 4; ++kk) {
+        step.template operator()<kN>(a, b, kk, accumulate);
+        accumulate = 1;
+      }
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (previous >= 0) release<Kernel>(base, previous);
+      previous = ring.stage;
     }
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (previous >= 0) release<Kernel>(base, previous);
-    previous = ring.stage;
+  };
+  if constexpr (Kernel::kPingPong && Kernel::kN == 192) {
+    with_columns<Kernel::kN>(columns, loop);
+  } else {
+    loop.template operator()<Kernel::kN>();
   }
   if constexpr (Kernel::kPingPong) {
     named_arrive(kBarrierOfTurn + 1 - static_cast<int>(threadIdx.x / kWarpgroup - 1), 2 * kWarpgroup);
@@ -247,18 +255,18 @@ __device__ __forceinline__ void consume(const Parameters& p, std::uint32_t base,
     if constexpr (Kernel::kPingPong) {
       named_sync(kBarrierOfTurn + consumer, 2 * kWarpgroup);
       if (work.rows > 64) {
-        multiply<Kernel, 2>(base, k_tiles, 0, ring, acc);
+        multiply<Kernel, 2>(base, k_tiles, 0, p.cols - work.n * Kernel::kN, ring, acc);
         look_ahead();
         epilogue.store(acc[0], work, 0);
         epilogue.store(acc[1], work, 1);
       } else {
-        multiply<Kernel, 1>(base, k_tiles, 0, ring, acc);
+        multiply<Kernel, 1>(base, k_tiles, 0, p.cols - work.n * Kernel::kN, ring, acc);
         look_ahead();
         epilogue.store(acc[0], work, 0);
       }
       ring.skip(k_tiles);  // the other consumer's tile
     } else if (work.rows > 64 * consumer) {
-      multiply<Kernel, 1>(base, k_tiles, consumer, ring, acc);
+      multiply<Kernel, 1>(base, k_tiles, consumer, Kernel::kN, ring, acc);
       look_ahead();
       epilogue.store(acc[0], work, consumer);
     } else {  // no rows in this half of the tile

@@ -10,8 +10,8 @@
 /// without a load, which the consumers fill with the result. So the stores run under the next tile, whose
 /// first stages are loaded by then.
 ///
-/// An expert that has more rows than its tiles can share out among the multiprocessors is cut into parts,
-/// whose sums meet in memory; the last part to end adds them in their order.
+/// An expert that has more rows than its tiles can share out among the multiprocessors is cut into parts
+/// where whole sums would end late. Their sums meet in memory; the last part to end adds them in their order.
 #pragma once
 
 #include "cuda/hopper/epilogue.cuh"
@@ -46,8 +46,14 @@ struct WeightTiles {
   explicit __device__ WeightTiles(const Parameters& parameters)
       : p(parameters), tiles(parameters.m_tiles * parameters.n_tiles) {
     if (p.partial_slots == 0) return;
-    const float share = static_cast<float>(__ldg(p.offsets + p.num_experts)) * static_cast<float>(tiles) /
-                        static_cast<float>(p.multiprocessors);
+    const auto all_rows = static_cast<float>(__ldg(p.offsets + p.num_experts));
+    const float waves =
+        static_cast<float>(p.num_experts) * static_cast<float>(tiles) / static_cast<float>(p.multiprocessors);
+    const float mean = all_rows / static_cast<float>(p.num_experts);
+    const float share = waves * mean;  // rows that each multiprocessor sums, if all sum as many
+    // Where whole sums end little later than that, a cut costs more than it gains.
+    const auto largest = static_cast<float>(rows_of(__ldg(p.expert_order)));
+    if (fmaxf(largest, ceilf(waves) * mean) < 1.15F * share) return;
     part_rows = max(static_cast<int>(share * 0.5F), kMinPartRows);
     for (; split_experts < p.num_experts; ++split_experts) {
       const int rows = rows_of(__ldg(p.expert_order + split_experts));
@@ -184,6 +190,7 @@ struct GatherTokens {
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
           const bool inside = col + slab * 64 < p.source_cols;
+          if (work.gathered * Kernel::kN + slab * 64 >= p.source_cols) break;  // not multiplied
           copy_16_bytes_or_zero(slot + i * 16 * kLineBytes + slab * kStageSlabBytes,
                                 inside ? static_cast<const void*>(rows[i] + slab * 128) : p.source,
                                 counts && inside);
@@ -521,30 +528,37 @@ __device__ __forceinline__ void consume_weight(const Parameters& p, std::uint32_
     }
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) pin(acc[i]);
-    for (int k = 0; k < stages; ++k, ring.next()) {
-      const std::uint32_t stage = base + ring.stage * Layout::kStageBytes;
-      const std::uint64_t a =
-          matrix_descriptor<Major::kMN, kRowsOfStage>(stage) + consumer * kBlocks * kStepBlock;
-      const std::uint64_t b = matrix_descriptor<Major::kMN, kRowsOfStage>(stage + Layout::kABytes);
-      barrier_wait(Layout::full(base, ring.stage), ring.parity);
-      wgmma_fence();
+    const auto multiply = [&]<int kN>() {
+      for (int k = 0; k < stages; ++k, ring.next()) {
+        const std::uint32_t stage = base + ring.stage * Layout::kStageBytes;
+        const std::uint64_t a =
+            matrix_descriptor<Major::kMN, kRowsOfStage>(stage) + consumer * kBlocks * kStepBlock;
+        const std::uint64_t b = matrix_descriptor<Major::kMN, kRowsOfStage>(stage + Layout::kABytes);
+        barrier_wait(Layout::full(base, ring.stage), ring.parity);
+        wgmma_fence();
 #pragma unroll
-      for (int kk = 0; kk < kRowsOfStage / 16; ++kk) {
+        for (int kk = 0; kk < kRowsOfStage / 16; ++kk) {
 #pragma unroll
-        for (int i = 0; i < kBlocks; ++i) {
-          wgmma<typename Kernel::Element, Kernel::kN, Major::kMN, Major::kMN>(
-              acc[i], a + i * kStepBlock + kk * kStepK, b + kk * kStepK, accumulate);
+          for (int i = 0; i < kBlocks; ++i) {
+            wgmma<typename Kernel::Element, kN, Major::kMN, Major::kMN>(
+                first_columns<kN>(acc[i]), a + i * kStepBlock + kk * kStepK, b + kk * kStepK, accumulate);
+          }
+          accumulate = 1;
         }
-        accumulate = 1;
+        wgmma_commit();
+        if (previous >= 0) {
+          wgmma_wait<1>();
+          release(previous);
+        } else {
+          result.finish();
+        }
+        previous = ring.stage;
       }
-      wgmma_commit();
-      if (previous >= 0) {
-        wgmma_wait<1>();
-        release(previous);
-      } else {
-        result.finish();
-      }
-      previous = ring.stage;
+    };
+    if constexpr (Kernel::kN == 192) {
+      with_columns<Kernel::kN>(p.source_cols - work.gathered * Kernel::kN, multiply);
+    } else {
+      multiply.template operator()<Kernel::kN>();
     }
     result.begin(work, ring);
     const int slot = w;  // of a part's sum: its number
