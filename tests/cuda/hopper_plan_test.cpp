@@ -67,6 +67,18 @@ TEST(CudaPlanTest, HopperPlansCanBeForced) {
   EXPECT_EQ(hopper::plan_raster(8), 8);
 }
 
+TEST(CudaPlanTest, HopperCutsSumsWhereWholeOnesEndLate) {
+  const auto late = [](int all_rows, int largest, int experts, int tiles) {
+    return hopper::whole_sums_end_late(all_rows, largest, experts, tiles, 132);
+  };
+  EXPECT_FALSE(late(32768, 8300, 4, 32));      // 128 tiles for 132 multiprocessors
+  EXPECT_FALSE(late(196608, 1700, 128, 8));    // eight waves of small sums
+  EXPECT_TRUE(late(196608, 20000, 128, 8));    // one expert has a tenth of all rows
+  EXPECT_TRUE(late(2080, 2080, 1, 1));         // one tile
+  EXPECT_TRUE(late(32768, 8300, 4, 40));       // the second wave is a fifth full
+  EXPECT_FALSE(late(262144, 17000, 16, 128));  // sixteen waves
+}
+
 TEST(CudaPlanTest, HopperDownBackwardTileFollowsTheSumsLength) {
   using hopper::DownBackwardTile;
   const Forced forced;

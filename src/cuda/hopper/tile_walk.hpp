@@ -27,4 +27,20 @@ MOESTRO_HOST_DEVICE void expert_tile(int i, int m_tiles, int n_tiles, int raster
   raster_tile(i, m_tiles, n_tiles, even_raster(m_tiles, raster), m, n);
 }
 
+/// Weight gradients, each expert's in `tiles` tiles: rows that a multiprocessor sums where all sum as many.
+MOESTRO_HOST_DEVICE float even_rows(int all_rows, int tiles, int multiprocessors) {
+  return static_cast<float>(all_rows) * static_cast<float>(tiles) / static_cast<float>(multiprocessors);
+}
+
+/// Do they end late if every sum is whole? By less than 15 % cutting the largest costs more than it gains.
+MOESTRO_HOST_DEVICE bool whole_sums_end_late(int all_rows, int largest, int experts, int tiles,
+                                             int multiprocessors) {
+  const int waves = (experts * tiles + multiprocessors - 1) / multiprocessors;
+  const float of_waves =
+      static_cast<float>(waves) * static_cast<float>(all_rows) / static_cast<float>(experts);
+  const auto of_largest = static_cast<float>(largest);
+  const float whole = of_largest > of_waves ? of_largest : of_waves;
+  return whole >= 1.15F * even_rows(all_rows, tiles, multiprocessors);
+}
+
 }  // namespace moestro::cuda::hopper

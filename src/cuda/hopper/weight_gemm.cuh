@@ -46,14 +46,10 @@ struct WeightTiles {
   explicit __device__ WeightTiles(const Parameters& parameters)
       : p(parameters), tiles(parameters.m_tiles * parameters.n_tiles) {
     if (p.partial_slots == 0) return;
-    const auto all_rows = static_cast<float>(__ldg(p.offsets + p.num_experts));
-    const float waves =
-        static_cast<float>(p.num_experts) * static_cast<float>(tiles) / static_cast<float>(p.multiprocessors);
-    const float mean = all_rows / static_cast<float>(p.num_experts);
-    const float share = waves * mean;  // rows that each multiprocessor sums, if all sum as many
-    // Where whole sums end little later than that, a cut costs more than it gains.
-    const auto largest = static_cast<float>(rows_of(__ldg(p.expert_order)));
-    if (fmaxf(largest, ceilf(waves) * mean) < 1.15F * share) return;
+    const int all_rows = __ldg(p.offsets + p.num_experts);
+    const int largest = rows_of(__ldg(p.expert_order));
+    if (!whole_sums_end_late(all_rows, largest, p.num_experts, tiles, p.multiprocessors)) return;
+    const float share = even_rows(all_rows, tiles, p.multiprocessors);
     part_rows = max(static_cast<int>(share * 0.5F), kMinPartRows);
     for (; split_experts < p.num_experts; ++split_experts) {
       const int rows = rows_of(__ldg(p.expert_order + split_experts));
