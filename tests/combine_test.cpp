@@ -1,6 +1,8 @@
 /// Combine: each token's rows summed in the order of its slots, on every backend.
 #include "moestro/combine.hpp"
 
+#include <array>
+
 #include "support/stage_data.hpp"
 
 namespace moestro::test {
@@ -9,10 +11,13 @@ namespace {
 class CombineTest : public BackendSuite {};
 MOESTRO_FOR_EACH_BACKEND(CombineTest);
 
-Array combine(const StageCall& call, bool weighted) {
+Array combine(const StageCall& call, bool weighted, const Layout* weights_layout = nullptr) {
   const StageData& data = call.data();
   const Tensor rows = call.in("rows", data.y_rows);
-  const Tensor weights = call.in_real("weights", data.problem.weights);
+  const Tensor weights = weights_layout == nullptr
+                             ? call.in_real("weights", data.problem.weights)
+                             : Tensor(call.device(), "weights", data.problem.weights,
+                                      accumulation_dtype(call.dtype()), *weights_layout);
   const Tensor offsets = data.problem.routing.offsets_on(call.device());
   const Tensor tokens = call.out("tokens", data.problem.x.shape);
   CombineArgs args;
@@ -42,16 +47,27 @@ TEST_P(CombineTest, ForwardAndBackward) {
   });
 }
 
-// Rows so wide that a kernel of their own may take them; widths that are no whole number of its steps.
-TEST_P(CombineTest, WideRows) {
-  for (const auto& [d_model, top_k] : {std::pair<std::int64_t, std::int64_t>{5464, 3},
-                                       {4104, 4},
-                                       {3280, 5},
-                                       {2056, 8},
-                                       {2048, 10},
-                                       {4100, 4}}) {
+// Every number of choices that has a kernel of its own, others, and ragged ones (0); rows of which a block
+// takes several tokens' and rows that take it several steps, the last of them half; widths that are no whole
+// number of anything.
+TEST_P(CombineTest, WidthsAndNumbersOfChoices) {
+  for (const auto& [tokens, d_model, top_k] : {std::array<std::int64_t, 3>{61, 72, 1},
+                                               {7, 4104, 1},
+                                               {61, 136, 2},
+                                               {7, 2056, 2},
+                                               {7, 5464, 3},
+                                               {61, 520, 4},
+                                               {7, 4104, 4},
+                                               {7, 4100, 4},
+                                               {7, 3280, 5},
+                                               {61, 200, 8},
+                                               {7, 2056, 8},
+                                               {61, 24, 10},
+                                               {7, 2048, 10},
+                                               {19, 264, 13},
+                                               {7, 2056, 0}}) {
     LayerConfig config;
-    const StageData data = stage_data(4300, {7, d_model, 1, 11, top_k}, config, {.sentinels = 0.2});
+    const StageData data = stage_data(4300, {tokens, d_model, 1, 16, top_k}, config, {.sentinels = 0.2});
     for (const DType dtype : dtypes()) {
       for (const bool weighted : {true, false}) {
         const Array plain = plain_combine(data.head(data.y_rows), weighted ? &data.problem.weights : nullptr,
@@ -60,6 +76,21 @@ TEST_P(CombineTest, WideRows) {
                                combine(true_call(data), weighted), plain, dtype))
             << "d=" << d_model << " K=" << top_k;
       }
+    }
+  }
+}
+
+// Of aligned rows: weights that can be read by pairs and weights that cannot.
+TEST_P(CombineTest, WeightsOfAnyLayout) {
+  for (const std::int64_t top_k : {1, 2, 8, 10}) {
+    LayerConfig config;
+    const StageData data = stage_data(4400, {37, 136, 1, 16, top_k}, config, {.sentinels = 0.2});
+    const Array expected = combine(StageCall(backend(), data, DType::kF32), true);
+    for (const Layout& layout :
+         {Layout{.row_padding = 2}, Layout{.row_padding = 1}, Layout{.misalignment = 1}}) {
+      EXPECT_TRUE(
+          equal_values("y", combine(StageCall(backend(), data, DType::kF32), true, &layout), expected))
+          << "K=" << top_k << " padding " << layout.row_padding << " off by " << layout.misalignment;
     }
   }
 }

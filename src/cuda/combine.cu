@@ -1,26 +1,22 @@
-/// Combine on CUDA: see combine.hpp. Bound by memory; sums in the order of k. Two kernels:
-///   ring    on Hopper, 3 to 10 aligned rows of 32 KB or more together: as many warps as fit go from token to
-///           token; each thread copies its pieces of the rows ahead into its own places of a ring in shared
-///           memory
-///   plain   everything else: a thread takes one or two pieces of a token's columns, with up to eight loads
-///           in flight at once
+/// Combine on CUDA: see combine.hpp. Bound by memory; sums in the order of k. In both kernels neighbouring
+/// threads of a block take a token's columns, and blocks come in the order of the tokens:
+///   rows  the numbers of choices that layers have, aligned rows: a thread asks for its pieces of all rows
+///         before it adds up the first
+///   any   everything else: two pieces of four rows at a time
 #include <cuda_runtime.h>
 
 #include "cuda/cuda.hpp"
 #include "cuda/device.hpp"
 #include "cuda/device/numeric.cuh"
-#include "cuda/device/ptx.cuh"
 #include "cuda/support.hpp"
 
 namespace moestro::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-
 struct CombineParams {
   const void* rows;
-  std::int64_t rows_stride;
-  const float* weights;  // null: 1
+  std::int64_t row_bytes;  // from a row to the next
+  const float* weights;    // null: 1
   std::int64_t weights_stride_token;
   std::int64_t weights_stride_choice;
   const std::int32_t* token_offsets;  // ragged only
@@ -29,51 +25,129 @@ struct CombineParams {
   std::int64_t tokens_stride;
   std::int64_t num_tokens;
   std::int64_t num_slots;
-  std::int32_t top_k;
-  std::int32_t pieces;  // of a row and kind: a thread takes piece i and piece pieces + i
   std::int64_t width;
+  std::int32_t top_k;
 };
 
-/// kCount elements of a row, read once and not kept in L1.
+/// kCount neighbouring elements of a row.
 template <typename T, int kCount>
 struct Piece {
-  T element[kCount];
-  __device__ __forceinline__ void load(const T* p) {
-    if constexpr (sizeof(T) * kCount == 16) {
-      uint4 words;
-      asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                   : "l"(p));
-      *reinterpret_cast<uint4*>(element) = words;
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) element[i] = p[i];
-    }
-  }
-  __device__ __forceinline__ void store(T* p) const {
-    if constexpr (sizeof(T) * kCount == 16) {
-      *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(element);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) p[i] = element[i];
-    }
-  }
+  T value;
+};
+template <typename T>
+struct Piece<T, 16 / sizeof(T)> {
+  uint4 value;
 };
 
-template <typename T, int kCount, int kInFlight, int kPieces>
-__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineParams p) {
-  const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  std::int64_t t;
-  std::int64_t column;
-  if (p.num_tokens * p.pieces <= 0x7fffffff) {  // 32-bit division where it reaches
-    const auto small = static_cast<std::uint32_t>(item);
-    const std::uint32_t token = small / static_cast<std::uint32_t>(p.pieces);
-    t = token;
-    column = static_cast<std::int64_t>(small - token * static_cast<std::uint32_t>(p.pieces)) * kCount;
+/// The load is assembly, so that a thread's loads stay together in front of its sums. It passes through L1:
+/// around it (L1::no_allocate) all takes 2 to 5 % longer.
+__device__ __forceinline__ void load_piece(uint4& to, const void* from, std::int32_t row) {
+  to = {};
+  asm volatile("{.reg .pred p; setp.ge.s32 p, %5, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
+               : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
+               : "l"(from), "r"(row));
+}
+template <typename T>
+__device__ __forceinline__ void load_piece(T& to, const void* from, std::int32_t row) {
+  to = row >= 0 ? *static_cast<const T*>(from) : T{};
+}
+template <typename T, int kCount>
+__device__ __forceinline__ void add(float (&sum)[kCount], const Piece<T, kCount>& piece, float weight) {
+  const T* element = reinterpret_cast<const T*>(&piece.value);
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) sum[j] = fmaf(weight, to_float(element[j]), sum[j]);
+}
+template <typename T, int kCount>
+__device__ __forceinline__ void store_sum(T* to, const float (&sum)[kCount]) {
+  Piece<T, kCount> result;
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) reinterpret_cast<T*>(&result.value)[j] = from_float<T>(sum[j]);
+  *reinterpret_cast<decltype(result.value)*>(to) = result.value;
+}
+
+/// Words of 4 bytes, by pairs where their number is even (`p` is aligned for that), or what `word` holds
+/// where `there` is false; assembly as above.
+template <int kWords>
+__device__ __forceinline__ void load_words(std::int32_t (&word)[kWords], const void* p, bool there) {
+  const auto* at = static_cast<const std::int32_t*>(p);
+  if constexpr (kWords % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 2) {
+      asm volatile("{.reg .pred p; setp.ne.s32 p, %3, 0; @p ld.global.v2.u32 {%0, %1}, [%2];}"
+                   : "+r"(word[i]), "+r"(word[i + 1])
+                   : "l"(at + i), "r"(static_cast<int>(there)));
+    }
   } else {
-    t = item / p.pieces;
-    column = (item - t * p.pieces) * kCount;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p ld.global.u32 %0, [%1];}"
+                   : "+r"(word[i])
+                   : "l"(at + i), "r"(static_cast<int>(there)));
+    }
   }
+}
+
+/// Of the rows kernel: pieces of each row that a thread takes at once; threads of a block, at most; and
+/// blocks that a multiprocessor has room for: as many as leave a thread the registers for all its pieces.
+template <int kRows>
+constexpr int kPieces = kRows <= 4 ? 2 : 1;
+template <int kRows>
+constexpr int kThreads = kRows == 4 || kRows == 8 ? 256 : 128;
+template <int kRows>
+constexpr int kBlocks = kRows <= 2 ? 12 : (kRows <= 8 ? 4 : 6);
+
+template <typename T, int kRows>
+__global__ void __launch_bounds__(kThreads<kRows>, kBlocks<kRows>)
+    combine_rows_kernel(const __grid_constant__ CombineParams p) {
+  constexpr int kCount = 16 / static_cast<int>(sizeof(T));
+  constexpr int kSteps = kPieces<kRows>;
+  const std::uint32_t t = blockIdx.x * blockDim.y + threadIdx.y;
+  if (t >= p.num_tokens) return;
+  std::int32_t row[kRows] = {};
+  load_words(row, p.map + t * static_cast<std::uint32_t>(kRows), true);
+  T* const out = static_cast<T*>(p.tokens) + t * p.tokens_stride;
+  const auto row_bytes = static_cast<std::uint32_t>(p.row_bytes);
+  const auto width = static_cast<std::uint32_t>(p.width);
+  const std::uint32_t step = blockDim.x * kCount;
+#pragma unroll 1
+  for (std::uint32_t c = threadIdx.x * kCount; c < width; c += kSteps * step) {
+    Piece<T, kCount> piece[kSteps][kRows];
+    bool in_row[kSteps];
+#pragma unroll
+    for (int h = 0; h < kSteps; ++h) in_row[h] = h == 0 || c + h * step < width;
+    const char* const rows = reinterpret_cast<const char*>(static_cast<const T*>(p.rows) + c);
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      const char* own = rows + static_cast<std::uint64_t>(static_cast<std::uint32_t>(row[k])) * row_bytes;
+#pragma unroll
+      for (int h = 0; h < kSteps; ++h) {
+        load_piece(piece[h][k].value, reinterpret_cast<const T*>(own) + h * step, in_row[h] ? row[k] : -1);
+      }
+    }
+    // Not read before the loop: a sentinel's 0 would be chosen there, and so all weights waited for before
+    // any row is asked for.
+    std::int32_t weight[kRows];
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) weight[k] = __float_as_int(1.0F);
+    load_words(weight, p.weights + t * p.weights_stride_token, p.weights != nullptr);
+#pragma unroll
+    for (int h = 0; h < kSteps; ++h) {
+      float sum[kCount] = {};
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) {
+        add(sum, piece[h][k], row[k] < 0 ? 0.0F : __int_as_float(weight[k]));
+      }
+      if (in_row[h]) store_sum(out + (c + h * step), sum);
+    }
+  }
+}
+
+constexpr int kAnyThreads = 256;
+
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kAnyThreads) combine_any_kernel(const __grid_constant__ CombineParams p) {
+  constexpr int kInFlight = 4;
+  const std::int64_t t = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (t >= p.num_tokens) return;
   std::int64_t first = t * p.top_k;
   std::int64_t end = first + p.top_k;
@@ -81,205 +155,97 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
     first = max(p.token_offsets[t], 0);
     end = min(static_cast<std::int64_t>(p.token_offsets[t + 1]), p.num_slots);
   }
-  const T* rows = static_cast<const T*>(p.rows) + column;
   const float* weights = p.weights == nullptr ? nullptr
                          : p.token_offsets == nullptr
                              ? p.weights + t * p.weights_stride_token - first * p.weights_stride_choice
                              : p.weights;
-  const std::int64_t second = static_cast<std::int64_t>(p.pieces) * kCount;
-  float sum[kPieces][kCount] = {};
-  for (std::int64_t slot = first; slot < end; slot += kInFlight) {
-    std::int32_t row[kInFlight];
-    float weight[kInFlight];
-    Piece<T, kCount> piece[kInFlight][kPieces];
+  T* const out = static_cast<T*>(p.tokens) + t * p.tokens_stride;
+  const std::int64_t step = static_cast<std::int64_t>(blockDim.x) * kCount;
+#pragma unroll 1
+  for (std::int64_t c = static_cast<std::int64_t>(threadIdx.x) * kCount; c < p.width; c += 2 * step) {
+    const bool two = c + step < p.width;
+    const char* rows = reinterpret_cast<const char*>(static_cast<const T*>(p.rows) + c);
+    float sum[2][kCount] = {};
+#pragma unroll 1
+    for (std::int64_t slot = first; slot < end; slot += kInFlight) {
+      std::int32_t row[kInFlight];
+      float weight[kInFlight];
+      Piece<T, kCount> piece[kInFlight][2];
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) row[i] = slot + i < end ? __ldg(p.map + slot + i) : -1;
+      for (int i = 0; i < kInFlight; ++i) row[i] = slot + i < end ? __ldg(p.map + slot + i) : -1;
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      if (row[i] < 0) continue;
+      for (int i = 0; i < kInFlight; ++i) {
+        piece[i][0] = piece[i][1] = {};
+        if (row[i] < 0) continue;
+        const T* own = reinterpret_cast<const T*>(rows + row[i] * p.row_bytes);
+        load_piece(piece[i][0].value, own, row[i]);
+        load_piece(piece[i][1].value, own + step, two ? row[i] : -1);
+      }
 #pragma unroll
-      for (int h = 0; h < kPieces; ++h) piece[i][h].load(rows + row[i] * p.rows_stride + h * second);
-    }
+      for (int i = 0; i < kInFlight; ++i) {
+        weight[i] =
+            row[i] >= 0 && weights != nullptr ? __ldg(weights + (slot + i) * p.weights_stride_choice) : 1.0F;
+      }
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      weight[i] =
-          row[i] >= 0 && weights != nullptr ? __ldg(weights + (slot + i) * p.weights_stride_choice) : 1.0F;
-    }
+      for (int i = 0; i < kInFlight; ++i) {
+        if (row[i] < 0) continue;
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      if (row[i] < 0) continue;
-#pragma unroll
-      for (int h = 0; h < kPieces; ++h) {
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) {
-          sum[h][j] = fmaf(weight[i], to_float(piece[i][h].element[j]), sum[h][j]);
-        }
+        for (int h = 0; h < 2; ++h) add(sum[h], piece[i][h], weight[i]);
       }
     }
-  }
-#pragma unroll
-  for (int h = 0; h < kPieces; ++h) {
-    Piece<T, kCount> out;
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) out.element[j] = from_float<T>(sum[h][j]);
-    out.store(static_cast<T*>(p.tokens) + t * p.tokens_stride + column + h * second);
-  }
-}
-
-constexpr int kRingThreads = 64;
-constexpr int kRingWarps = kRingThreads / 32;
-
-struct RingParams {
-  CombineParams combine;
-  std::uint32_t chunks;  // of a token
-  std::uint32_t items;   // chunks of all tokens
-};
-
-/// An item, a warp's work, is a token's rows over 32 * kPieces pieces of 16 bytes; kRows choices, of which
-/// those past K and sentinels are copied as zeros with weight 0.
-template <typename T, int kRows, int kPieces, int kStages>
-struct Ring {
-  uint4 piece[kStages][kRows][kPieces][kRingThreads];
-  float weight[kStages][kRingWarps][kRows];
-};
-
-template <typename T, int kRows, int kPieces, int kStages>
-__global__ void __launch_bounds__(kRingThreads) combine_ring_kernel(const __grid_constant__ RingParams p) {
-  static_assert(kRows <= 32);
-  constexpr int kCount = 16 / static_cast<int>(sizeof(T));
-  constexpr int kStep = 32 * kCount;  // columns from a thread's piece to its next
-  constexpr unsigned kFullWarp = 0xffffffffU;
-  extern __shared__ uint4 memory[];
-  auto& ring = *reinterpret_cast<Ring<T, kRows, kPieces, kStages>*>(memory);
-  const CombineParams& combine = p.combine;
-  const int thread = static_cast<int>(threadIdx.x);
-  const int lane = thread % 32;
-  const int warp = thread / 32;
-  const std::uint32_t first = blockIdx.x * kRingWarps + warp;
-  const std::uint32_t step = gridDim.x * kRingWarps;
-  const auto token_of = [&](std::uint32_t item) { return static_cast<std::int64_t>(item / p.chunks); };
-  const auto column_of = [&](std::uint32_t item) {
-    return static_cast<std::int64_t>(item % p.chunks) * kPieces * kStep + lane * kCount;
-  };
-
-  // Lane k holds the row and the weight of choice k, of the item that is to be copied next.
-  std::int32_t next_row = -1;
-  float next_weight = 1.0F;
-  const auto read_ahead = [&](std::uint32_t item) {
-    if (item >= p.items || lane >= combine.top_k) return;
-    const std::int64_t t = token_of(item);
-    next_row = __ldg(combine.map + t * combine.top_k + lane);
-    if (combine.weights != nullptr) {
-      next_weight =
-          __ldg(combine.weights + t * combine.weights_stride_token + lane * combine.weights_stride_choice);
-    }
-  };
-  const auto copy = [&](std::uint32_t item, int stage) {
-    const std::int32_t own_row = next_row;
-    const float own_weight = next_weight;
-    read_ahead(item + step);
-    if (item < p.items) {
-      const std::int64_t column = column_of(item);
-      const T* rows = static_cast<const T*>(combine.rows) + column;
-      if (lane < kRows) ring.weight[stage][warp][lane] = own_row < 0 ? 0.0F : own_weight;
-#pragma unroll
-      for (int k = 0; k < kRows; ++k) {
-        const std::int32_t row = __shfl_sync(kFullWarp, own_row, k);
-        const T* source = rows + (row < 0 ? 0 : row) * combine.rows_stride;
-#pragma unroll
-        for (int h = 0; h < kPieces; ++h) {
-          if (column + h * kStep >= combine.width) continue;
-          copy_async(shared_address(&ring.piece[stage][k][h][thread]), source + h * kStep, row < 0 ? 0 : 16);
-        }
-      }
-    }
-    commit_copies();
-  };
-
-  read_ahead(first);
-#pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) copy(first + stage * step, stage);
-  int stage = 0;
-  for (std::uint32_t item = first; item < p.items; item += step) {
-    copy(item + (kStages - 1) * step, stage == 0 ? kStages - 1 : stage - 1);
-    wait_copies<kStages - 1>();
-    __syncwarp();  // for the weights; the pieces are the thread's own
-    float sum[kPieces][kCount] = {};
-#pragma unroll
-    for (int k = 0; k < kRows; ++k) {
-      const float weight = ring.weight[stage][warp][k];
-#pragma unroll
-      for (int h = 0; h < kPieces; ++h) {
-        const uint4 words = ring.piece[stage][k][h][thread];
-        const T* element = reinterpret_cast<const T*>(&words);
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) sum[h][j] = fmaf(weight, to_float(element[j]), sum[h][j]);
-      }
-    }
-    const std::int64_t column = column_of(item);
-    T* token = static_cast<T*>(combine.tokens) + token_of(item) * combine.tokens_stride + column;
-#pragma unroll
-    for (int h = 0; h < kPieces; ++h) {
-      if (column + h * kStep >= combine.width) continue;
-      Piece<T, kCount> out;
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) out.element[j] = from_float<T>(sum[h][j]);
-      out.store(token + h * kStep);
-    }
-    __syncwarp();  // the weights are overwritten
-    stage = stage == kStages - 1 ? 0 : stage + 1;
+    store_sum(out + c, sum[0]);
+    if (two) store_sum(out + c + step, sum[1]);
   }
 }
 
-constexpr std::int64_t kRingMostItems = 0x3fffffff;  // the steps past the last one still fit
-
-template <typename T, int kRows, int kPieces, int kStages>
-Status launch_ring(const CombineParams& combine, const Device& device, const Context& ctx) {
-  constexpr int kColumns = 32 * kPieces * 16 / static_cast<int>(sizeof(T));
-  constexpr std::size_t kBytes = sizeof(Ring<T, kRows, kPieces, kStages>);
-  const std::int64_t chunks = ceil_div(combine.width, kColumns);
-  const std::int64_t items = combine.num_tokens * chunks;
-  const RingParams params{combine, static_cast<std::uint32_t>(chunks), static_cast<std::uint32_t>(items)};
-  const auto kernel = combine_ring_kernel<T, kRows, kPieces, kStages>;
-  MOESTRO_RETURN_IF_ERROR(allow_shared_memory(reinterpret_cast<const void*>(kernel), kBytes, device.ordinal));
-  constexpr std::size_t kReserved = 1024;  // of shared memory, by the system for each block
-  const auto per_sm = static_cast<std::int64_t>(device.smem_per_sm / (kBytes + kReserved));
-  const std::int64_t fitting = device.sm_count * per_sm;
-  const std::int64_t wanted = ceil_div(items, kRingWarps);
-  return launch_kernel("combine_ring_kernel", kernel,
-                       {wanted < fitting ? wanted : fitting, kRingThreads, kBytes}, params, ctx);
+/// As many threads a token as its row has work for, `columns` each at once; as many tokens a block as fit.
+LaunchShape shape_of(const CombineParams& params, int columns, int most_threads) {
+  const std::int64_t needed = ceil_div(params.width, columns);
+  const int threads = static_cast<int>(ceil_div(needed, ceil_div(needed, most_threads)));
+  const int tokens = most_threads / threads;
+  return {.blocks = ceil_div(params.num_tokens, tokens), .threads = threads, .threads_y = tokens};
 }
 
-/// Does the ring take the call, whose rows come in whole pieces? Measured on an H200; with less to copy a
-/// token the plain kernel is faster: at 24 KB by 1 to 2 %, at 2 KB by a third.
-bool takes_ring(const CombineParams& params, std::int64_t element_bytes, const Device& device) {
-  constexpr std::int64_t kLeastBytes = 32 * 1024;
-  return device.major == 9 && params.token_offsets == nullptr && params.top_k >= 3 && params.top_k <= 10 &&
-         params.top_k * params.width * element_bytes >= kLeastBytes &&
-         params.num_tokens * ceil_div(params.width * element_bytes, 1024) <= kRingMostItems;
+template <typename T, int kRows>
+Status launch_rows(const CombineParams& params, const Context& ctx) {
+  constexpr int kColumns = kPieces<kRows> * 16 / static_cast<int>(sizeof(T));
+  return launch_kernel("combine_rows_kernel", combine_rows_kernel<T, kRows>,
+                       shape_of(params, kColumns, kThreads<kRows>), params, ctx);
 }
 
-/// A kilobyte of each row at a time; 160 to 190 KB on their way to a multiprocessor.
+template <typename T, int kCount>
+Status launch_any(const CombineParams& params, const Context& ctx) {
+  return launch_kernel("combine_any_kernel", combine_any_kernel<T, kCount>,
+                       shape_of(params, 2 * kCount, kAnyThreads), params, ctx);
+}
+
+/// Can the rows kernel count a row's bytes in 32 bits and read row numbers and weights by pairs?
+bool suits_rows(const CombineParams& params) {
+  constexpr std::int64_t kMostBytes = 0x7fffffff;
+  constexpr std::int64_t kMostColumns = kMostBytes / 4;
+  const auto paired = [](const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 8 == 0; };
+  if (params.token_offsets != nullptr || params.row_bytes > kMostBytes || params.width > kMostColumns) {
+    return false;
+  }
+  if (params.top_k == 1) return true;
+  return paired(params.map) &&
+         (params.weights == nullptr || (paired(params.weights) && params.weights_stride_choice == 1 &&
+                                        params.weights_stride_token % 2 == 0));
+}
+
 template <typename T>
-Status launch_ring(const CombineParams& params, const Device& device, const Context& ctx) {
-  if (params.top_k <= 4) return launch_ring<T, 4, 2, 6>(params, device, ctx);
-  if (params.top_k <= 8) return launch_ring<T, 8, 2, 3>(params, device, ctx);
-  return launch_ring<T, 10, 2, 4>(params, device, ctx);
-}
-
-template <typename T, int kCount, int kPieces>
-Status launch_combine(CombineParams params, const Context& ctx) {
-  params.pieces = static_cast<std::int32_t>(params.width / (kCount * kPieces));
-  const auto launch = [&]<int kInFlight>() {
-    return launch_kernel("combine_kernel", combine_kernel<T, kCount, kInFlight, kPieces>,
-                         {ceil_div(params.num_tokens * params.pieces, kThreads), kThreads}, params, ctx);
-  };
-  const bool ragged = params.token_offsets != nullptr;
-  if (!ragged && params.top_k <= 2) return launch.template operator()<2>();
-  if constexpr (kPieces == 1) {
-    if (ragged || params.top_k > 4) return launch.template operator()<8>();
+Status launch_aligned(const CombineParams& params, const Context& ctx) {
+  if (suits_rows(params)) {
+    switch (params.top_k) {
+      case 1: return launch_rows<T, 1>(params, ctx);
+      case 2: return launch_rows<T, 2>(params, ctx);
+      case 4: return launch_rows<T, 4>(params, ctx);
+      case 8: return launch_rows<T, 8>(params, ctx);
+      case 10: return launch_rows<T, 10>(params, ctx);
+      default: break;
+    }
   }
-  return launch.template operator()<4>();
+  return launch_any<T, 16 / static_cast<int>(sizeof(T))>(params, ctx);
 }
 
 }  // namespace
@@ -295,7 +261,7 @@ Status combine_forward(const CombineArgs& args, const Context& ctx) {
   if (params.num_tokens == 0 || params.width == 0) return {};
   const bool ragged = args.token_offsets.present();
   params.rows = args.rows.data;
-  params.rows_stride = args.rows.stride[0];
+  params.row_bytes = args.rows.stride[0] * dtype_bytes(args.rows.dtype);
   if (args.weights.present()) {
     params.weights = static_cast<const float*>(args.weights.data);
     params.weights_stride_token = args.weights.stride[0];
@@ -311,11 +277,9 @@ Status combine_forward(const CombineArgs& args, const Context& ctx) {
   return with_element_type(args.rows.dtype, [&]<typename T>() {
     constexpr int kVector = 16 / static_cast<int>(sizeof(T));
     if (params.width % kVector != 0 || !rows_are_aligned(args.rows) || !rows_are_aligned(args.tokens)) {
-      return launch_combine<T, 1, 1>(params, ctx);
+      return launch_any<T, 1>(params, ctx);
     }
-    if (takes_ring(params, sizeof(T), *device)) return launch_ring<T>(params, *device, ctx);
-    if (params.width % (2 * kVector) != 0) return launch_combine<T, kVector, 1>(params, ctx);
-    return launch_combine<T, kVector, 2>(params, ctx);
+    return launch_aligned<T>(params, ctx);
   });
 }
 

@@ -99,7 +99,8 @@ Status launch_kernel(const char* name, const void* kernel, const LaunchShape& sh
                      const Context& ctx) {
   const cudaError_t error = cudaLaunchKernel(
       kernel, dim3(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y)),
-      dim3(static_cast<unsigned>(shape.threads)), arguments, shape.shared_bytes, stream_of(ctx));
+      dim3(static_cast<unsigned>(shape.threads), static_cast<unsigned>(shape.threads_y)), arguments,
+      shape.shared_bytes, stream_of(ctx));
   if (error == cudaSuccess) return {};
   (void)cudaGetLastError();
   return device_error(name, error);

@@ -43,6 +43,7 @@ struct LaunchShape {
   int threads;
   std::size_t shared_bytes = 0;
   std::int64_t blocks_y = 1;
+  int threads_y = 1;
 };
 /// Enqueues `kernel` on ctx's stream.
 Status launch_kernel(const char* name, const void* kernel, const LaunchShape& shape, void** arguments,
