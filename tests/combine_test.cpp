@@ -60,11 +60,17 @@ TEST_P(CombineTest, WidthsAndNumbersOfChoices) {
                                                {7, 4104, 4},
                                                {7, 4100, 4},
                                                {7, 3280, 5},
+                                               {61, 136, 6},
+                                               {7, 2056, 6},
                                                {61, 200, 8},
                                                {7, 2056, 8},
                                                {61, 24, 10},
                                                {7, 2048, 10},
+                                               {61, 72, 12},
+                                               {7, 1288, 12},
                                                {19, 264, 13},
+                                               {61, 136, 16},
+                                               {7, 2056, 16},
                                                {7, 2056, 0}}) {
     LayerConfig config;
     const StageData data = stage_data(4300, {tokens, d_model, 1, 16, top_k}, config, {.sentinels = 0.2});
@@ -82,7 +88,7 @@ TEST_P(CombineTest, WidthsAndNumbersOfChoices) {
 
 // Of aligned rows: weights that can be read by pairs and weights that cannot.
 TEST_P(CombineTest, WeightsOfAnyLayout) {
-  for (const std::int64_t top_k : {1, 2, 8, 10}) {
+  for (const std::int64_t top_k : {1, 2, 8, 10, 12, 16}) {
     LayerConfig config;
     const StageData data = stage_data(4400, {37, 136, 1, 16, top_k}, config, {.sentinels = 0.2});
     const Array expected = combine(StageCall(backend(), data, DType::kF32), true);

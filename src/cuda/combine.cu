@@ -1,7 +1,7 @@
 /// Combine on CUDA: see combine.hpp. Bound by memory; sums in the order of k. In both kernels neighbouring
 /// threads of a block take a token's columns, and blocks come in the order of the tokens:
-///   rows  the numbers of choices that layers have, aligned rows: a thread asks for its pieces of all rows
-///         before it adds up the first
+///   rows  the numbers of choices that layers have, aligned rows: a thread asks for its pieces of all rows,
+///         or of half of twelve or sixteen, before it adds up the first
 ///   any   everything else: two pieces of four rows at a time
 #include <cuda_runtime.h>
 
@@ -87,57 +87,72 @@ __device__ __forceinline__ void load_words(std::int32_t (&word)[kWords], const v
   }
 }
 
-/// Of the rows kernel: pieces of each row that a thread takes at once; threads of a block, at most; and
-/// blocks that a multiprocessor has room for: as many as leave a thread the registers for all its pieces.
+/// Of the rows kernel with `kRows` rows at once, `kGroups` times: pieces of each row that a thread takes at
+/// once; threads of a block, at most; and blocks that a multiprocessor has room for: as many as leave a
+/// thread the registers for all its pieces.
 template <int kRows>
 constexpr int kPieces = kRows <= 4 ? 2 : 1;
 template <int kRows>
 constexpr int kThreads = kRows == 4 || kRows == 8 ? 256 : 128;
-template <int kRows>
-constexpr int kBlocks = kRows <= 2 ? 12 : (kRows <= 8 ? 4 : 6);
+template <int kRows, int kGroups>
+constexpr int kBlocks = kGroups > 1  ? 6 * 128 / kThreads<kRows>
+                        : kRows <= 2 ? 12
+                        : kRows <= 8 ? 4
+                                     : 6;
 
-template <typename T, int kRows>
-__global__ void __launch_bounds__(kThreads<kRows>, kBlocks<kRows>)
+template <typename T, int kRows, int kGroups>
+__global__ void __launch_bounds__(kThreads<kRows>, (kBlocks<kRows, kGroups>))
     combine_rows_kernel(const __grid_constant__ CombineParams p) {
   constexpr int kCount = 16 / static_cast<int>(sizeof(T));
   constexpr int kSteps = kPieces<kRows>;
   const std::uint32_t t = blockIdx.x * blockDim.y + threadIdx.y;
   if (t >= p.num_tokens) return;
-  std::int32_t row[kRows] = {};
-  load_words(row, p.map + t * static_cast<std::uint32_t>(kRows), true);
+  std::int32_t row[kGroups][kRows] = {};
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    load_words(row[g], p.map + t * static_cast<std::uint32_t>(kGroups * kRows) + g * kRows, true);
+  }
   T* const out = static_cast<T*>(p.tokens) + t * p.tokens_stride;
   const auto row_bytes = static_cast<std::uint32_t>(p.row_bytes);
   const auto width = static_cast<std::uint32_t>(p.width);
   const std::uint32_t step = blockDim.x * kCount;
 #pragma unroll 1
   for (std::uint32_t c = threadIdx.x * kCount; c < width; c += kSteps * step) {
-    Piece<T, kCount> piece[kSteps][kRows];
     bool in_row[kSteps];
 #pragma unroll
     for (int h = 0; h < kSteps; ++h) in_row[h] = h == 0 || c + h * step < width;
     const char* const rows = reinterpret_cast<const char*>(static_cast<const T*>(p.rows) + c);
+    float sum[kSteps][kCount] = {};
 #pragma unroll
-    for (int k = 0; k < kRows; ++k) {
-      const char* own = rows + static_cast<std::uint64_t>(static_cast<std::uint32_t>(row[k])) * row_bytes;
-#pragma unroll
-      for (int h = 0; h < kSteps; ++h) {
-        load_piece(piece[h][k].value, reinterpret_cast<const T*>(own) + h * step, in_row[h] ? row[k] : -1);
-      }
-    }
-    // Not read before the loop: a sentinel's 0 would be chosen there, and so all weights waited for before
-    // any row is asked for.
-    std::int32_t weight[kRows];
-#pragma unroll
-    for (int k = 0; k < kRows; ++k) weight[k] = __float_as_int(1.0F);
-    load_words(weight, p.weights + t * p.weights_stride_token, p.weights != nullptr);
-#pragma unroll
-    for (int h = 0; h < kSteps; ++h) {
-      float sum[kCount] = {};
+    for (int g = 0; g < kGroups; ++g) {
+      Piece<T, kCount> piece[kSteps][kRows];
 #pragma unroll
       for (int k = 0; k < kRows; ++k) {
-        add(sum, piece[h][k], row[k] < 0 ? 0.0F : __int_as_float(weight[k]));
+        const auto number = static_cast<std::uint32_t>(row[g][k]);
+        const char* own = rows + static_cast<std::uint64_t>(number) * row_bytes;
+#pragma unroll
+        for (int h = 0; h < kSteps; ++h) {
+          load_piece(piece[h][k].value, reinterpret_cast<const T*>(own) + h * step,
+                     in_row[h] ? row[g][k] : -1);
+        }
       }
-      if (in_row[h]) store_sum(out + (c + h * step), sum);
+      // Not read before the loop: a sentinel's 0 would be chosen there, and so all weights waited for before
+      // any row is asked for.
+      std::int32_t weight[kRows];
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) weight[k] = __float_as_int(1.0F);
+      load_words(weight, p.weights + t * p.weights_stride_token + g * kRows, p.weights != nullptr);
+#pragma unroll
+      for (int h = 0; h < kSteps; ++h) {
+#pragma unroll
+        for (int k = 0; k < kRows; ++k) {
+          add(sum[h], piece[h][k], row[g][k] < 0 ? 0.0F : __int_as_float(weight[k]));
+        }
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < kSteps; ++h) {
+      if (in_row[h]) store_sum(out + (c + h * step), sum[h]);
     }
   }
 }
@@ -206,10 +221,10 @@ LaunchShape shape_of(const CombineParams& params, int columns, int most_threads)
   return {.blocks = ceil_div(params.num_tokens, tokens), .threads = threads, .threads_y = tokens};
 }
 
-template <typename T, int kRows>
+template <typename T, int kRows, int kGroups = 1>
 Status launch_rows(const CombineParams& params, const Context& ctx) {
   constexpr int kColumns = kPieces<kRows> * 16 / static_cast<int>(sizeof(T));
-  return launch_kernel("combine_rows_kernel", combine_rows_kernel<T, kRows>,
+  return launch_kernel("combine_rows_kernel", combine_rows_kernel<T, kRows, kGroups>,
                        shape_of(params, kColumns, kThreads<kRows>), params, ctx);
 }
 
@@ -240,8 +255,11 @@ Status launch_aligned(const CombineParams& params, const Context& ctx) {
       case 1: return launch_rows<T, 1>(params, ctx);
       case 2: return launch_rows<T, 2>(params, ctx);
       case 4: return launch_rows<T, 4>(params, ctx);
+      case 6: return launch_rows<T, 6>(params, ctx);
       case 8: return launch_rows<T, 8>(params, ctx);
       case 10: return launch_rows<T, 10>(params, ctx);
+      case 12: return launch_rows<T, 6, 2>(params, ctx);
+      case 16: return launch_rows<T, 8, 2>(params, ctx);
       default: break;
     }
   }
