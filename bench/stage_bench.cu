@@ -1,7 +1,7 @@
 /// Times the stages and the layer on a GPU through the public C++ API, by CUDA Graph replay: each stage is
 /// captured several times into one graph, so that launches do not show. One JSON line a measurement.
 ///
-///   moestro_stage_bench [--path auto|portable|hopper] [--shapes NAME,…] [--only router,dispatch,…]
+///   moestro_stage_bench [--path auto|portable|hopper] [--shapes NAME|NAME@T,…] [--only router,dispatch,…]
 ///
 /// Inputs are random. Small stages run on buffers that may stay in L2, as in a layer; tensors of the
 /// matrix stages are far larger than it.
@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "moestro/moestro.hpp"
+#include "shapes.hpp"
 
 namespace {
 
@@ -266,16 +267,28 @@ void bench_rounding(Bench& bench) {
   }
 }
 
-struct LayerShape {
-  const char* name;
-  std::int64_t num_tokens, d_model, d_ff, num_experts, top_k;
-};
-constexpr LayerShape kLayerShapes[] = {
-    {"7B-n256", 24576, 1536, 256, 128, 8},        {"7B-n1024", 24576, 1536, 1024, 32, 2},
-    {"30B-n256", 32768, 4096, 256, 256, 16},      {"30B-n1024", 32768, 4096, 1024, 64, 4},
-    {"olmoe", 32768, 2048, 1024, 64, 8},          {"qwen3-next", 32768, 2048, 512, 512, 10},
-    {"gpt-oss-20b", 32768, 2880, 2880, 32, 4},    {"30B-n512", 32768, 4096, 512, 256, 16},
-    {"qwen3-next-T8k", 8192, 2048, 512, 512, 10}, {"qwen3-30b-T8k", 8192, 2048, 768, 128, 8}};
+using LayerShape = moestro::cli::NamedShape;
+
+/// Of a list of names, and names with another number of tokens: "olmoe,qwen3-next@8192".
+std::vector<LayerShape> parse_shapes(const std::string& list, std::vector<std::string>* names) {
+  std::vector<LayerShape> shapes;
+  std::istringstream words(list);
+  for (std::string word; std::getline(words, word, ',');) names->push_back(word);
+  for (const std::string& word : *names) {
+    const std::string name = word.substr(0, word.find('@'));
+    const auto* found =
+        std::find_if(std::begin(moestro::cli::kNamedShapes), std::end(moestro::cli::kNamedShapes),
+                     [&](const LayerShape& shape) { return name == shape.name; });
+    if (found == std::end(moestro::cli::kNamedShapes)) {
+      std::fprintf(stderr, "stage_bench: --shapes: '%s' is not the name of a shape\n", name.c_str());
+      std::exit(1);
+    }
+    shapes.push_back(*found);
+    shapes.back().name = word.c_str();
+    if (name.size() < word.size()) shapes.back().num_tokens = std::atoll(word.c_str() + name.size() + 1);
+  }
+  return shapes;
+}
 
 LayerConfig config_of(const LayerShape& shape) {
   LayerConfig config;
@@ -544,15 +557,6 @@ void bench_rounded_layer(Bench& bench, const LayerShape& shape) {
   }
 }
 
-/// Is `name` one of a comma-separated list?
-bool is_listed(const std::string& list, const std::string& name) {
-  std::stringstream items(list);
-  for (std::string item; std::getline(items, item, ',');) {
-    if (item == name) return true;
-  }
-  return false;
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -578,8 +582,8 @@ int main(int argc, char** argv) {
     bench_router_and_dispatch(bench, wants("router"), wants("dispatch"));
   if (wants("router")) bench_grouped_router(bench);
   if (wants("rounding")) bench_rounding(bench);
-  for (const LayerShape& shape : kLayerShapes) {
-    if (!is_listed(shapes, shape.name)) continue;
+  std::vector<std::string> names;
+  for (const LayerShape& shape : parse_shapes(shapes, &names)) {
     if (wants("stages") || wants("layer") || wants("host") || wants("accumulate"))
       bench_layer(bench, shape, only);
     // Asked for by name only: it takes three layers' memory.

@@ -2,7 +2,7 @@
 /// cuBLAS batched product of the same extents. Needs a device of compute capability 9.0.
 ///
 ///   hopper_lab check            every kernel, variant and hard routing at small shapes; MOESTRO_LAB_UP_ALONE
-///   hopper_lab bench SHAPE...   check by samples, then time; SHAPE as in kShapes, or all
+///   hopper_lab bench SHAPE...   check by samples, then time; SHAPE as in cli/shapes.hpp, or all
 ///   hopper_lab sweep SHAPE...   as bench, with every tile and raster
 ///   hopper_lab time SHAPE...    as bench, unchecked
 ///   hopper_lab weights SHAPE... check and time the weights' gradients alone
@@ -12,7 +12,8 @@
 ///                               MOESTRO_LAB_TURN_MS; tile.by_expert.raster in MOESTRO_LAB_PLANS (of up) and
 ///                               MOESTRO_LAB_ROWS_PLANS (of down and dX~)
 ///   hopper_lab profile SHAPE... each kernel once, for a profiler, or MOESTRO_LAB_ROWS_PLANS
-/// MOESTRO_LAB_ZIPF skews the routing, MOESTRO_LAB_OAI takes SwiGLU-OAI and biases.
+/// MOESTRO_LAB_ZIPF skews the routing, MOESTRO_LAB_OAI takes SwiGLU-OAI and biases, MOESTRO_LAB_SILU SiLU
+/// without gate; MOESTRO_LAB_OFFSET shifts all buffers by so many bytes.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -34,6 +35,7 @@
 #include "common/activation_math.hpp"
 #include "cuda/hopper/hopper.hpp"
 #include "cuda/hopper/plan.hpp"
+#include "shapes.hpp"
 
 namespace m = moestro;
 namespace hopper = moestro::cuda::hopper;
@@ -60,33 +62,23 @@ struct Shape {
   const char* name;
   int64_t T, d, n, E, K;
 };
-static const Shape kShapes[] = {
-    {"1.4B-n256", 40960, 768, 256, 128, 8},    {"1.4B-n512", 40960, 768, 512, 64, 4},
-    {"1.4B-n1024", 40960, 768, 1024, 32, 2},   {"7B-n256", 24576, 1536, 256, 128, 8},
-    {"7B-n512", 24576, 1536, 512, 64, 4},      {"7B-n1024", 24576, 1536, 1024, 32, 2},
-    {"30B-n256", 32768, 4096, 256, 256, 16},   {"30B-n512", 32768, 4096, 512, 128, 8},
-    {"30B-n1024", 32768, 4096, 1024, 64, 4},   {"120B-n512", 32768, 4096, 512, 256, 16},
-    {"120B-n1024", 32768, 4096, 1024, 128, 8}, {"120B-n2048", 32768, 4096, 2048, 64, 4},
-    {"olmoe", 32768, 2048, 1024, 64, 8},       {"qwen3-next", 32768, 2048, 512, 512, 10},
-    {"qwen3-30b", 32768, 2048, 768, 128, 8},   {"qwen3-235b", 32768, 4096, 1536, 128, 8},
-    {"gpt-oss-20b", 32768, 2880, 2880, 32, 4}, {"deepseek-v3", 16384, 7168, 2048, 256, 8},
-    {"conf1", 32768, 512, 2048, 4, 1},         {"conf2", 65536, 512, 2048, 8, 2},
-    {"conf3", 65536, 1024, 4096, 16, 4},       {"conf4", 32768, 2048, 8192, 16, 4},
-    {"conf5", 32768, 1024, 4096, 8, 2},        {"conf6", 32768, 2048, 8192, 8, 2},
-    {"conf7", 65536, 1024, 4096, 8, 4},
-};
 
 // ---- device buffers ----
 
+/// Begins MOESTRO_LAB_OFFSET bytes behind a page, as buffers do that lie behind others in a workspace.
 struct Buffer {
+  void* memory = nullptr;
   void* data = nullptr;
   std::size_t bytes = 0;
   explicit Buffer(std::size_t size) : bytes(size) {
-    CHECK_CUDA(cudaMalloc(&data, std::max<std::size_t>(size, 16)));
+    const char* value = std::getenv("MOESTRO_LAB_OFFSET");
+    const std::size_t offset = value == nullptr ? 0 : std::strtoull(value, nullptr, 10);
+    CHECK_CUDA(cudaMalloc(&memory, std::max<std::size_t>(size, 16) + offset));
+    data = static_cast<char*>(memory) + offset;
     poison();
   }
   Buffer(const Buffer&) = delete;
-  ~Buffer() { cudaFree(data); }
+  ~Buffer() { cudaFree(memory); }
   void poison() { CHECK_CUDA(cudaMemset(data, 0xff, bytes)); }  // NaN in bf16, f16 and f32
   template <class T>
   T* as() const {
@@ -1331,8 +1323,11 @@ int main(int argc, char** argv) {
       options.activation.kind = m::ActivationKind::kSwiGLUOAI;
       options.bias = true;
     }
+    if (std::getenv("MOESTRO_LAB_SILU") != nullptr) options.activation.kind = m::ActivationKind::kSiLU;
     if (std::getenv("MOESTRO_LAB_ZIPF") != nullptr) options.routing = Routing::kZipf;
-    for (const Shape& shape : kShapes) {
+    for (const m::cli::NamedShape& named : m::cli::kNamedShapes) {
+      const Shape shape{named.name, named.num_tokens,  named.d_model,
+                        named.d_ff, named.num_experts, named.top_k};
       bool wanted = false;
       for (int i = 2; i < argc; ++i) {
         wanted = wanted || std::strcmp(argv[i], shape.name) == 0 || std::strcmp(argv[i], "all") == 0;

@@ -1,5 +1,6 @@
 """The parts of bench/ that need no GPU: names of shapes, and documents that follow from their rows."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,11 @@ def test_shapes_by_name_and_number() -> None:
     assert parse_shape("5,8,4,3,2") == ("5,8,4,3,2", Shape(5, 8, 4, 3, 2))
     assert Shape(5, 8, 4, 3, 2).forward_flop() == 2 * 5 * 2 * (8 * 8 + 4 * 8)
     assert Shape(5, 8, 4, 3, 2).forward_flop(gated=False) == 2 * 5 * 2 * (8 * 4 + 4 * 8)
+
+
+def test_the_tool_has_the_same_shapes() -> None:
+    rows = re.findall(r'\{"([^"]+)", ([0-9, ]+)\}', (ROOT / "cli" / "shapes.hpp").read_text())
+    assert {name: Shape(*map(int, numbers.split(","))) for name, numbers in rows} == SHAPES
 
 
 def test_cases_name_an_activation() -> None:
