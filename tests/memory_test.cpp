@@ -1,9 +1,6 @@
 /// Memory: what a layer keeps and needs is what the functions and the design say, to the byte.
 #include <algorithm>
-#include <cstddef>
-#include <utility>
 
-#include "core/arena.hpp"
 #include "moestro/backend.hpp"
 #include "support/backend_suite.hpp"
 #include "support/count_allocations.hpp"
@@ -19,32 +16,6 @@ std::size_t aligned(std::int64_t bytes) {
   return (static_cast<std::size_t>(bytes) + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-/// Where a buffer ends that is laid out behind `used` bytes: large ones begin on a page.
-std::size_t after(std::size_t used, std::int64_t bytes) {
-  using core::Arena;
-  constexpr std::size_t kPage = Arena::kLargeAlignment;
-  const bool large = static_cast<std::size_t>(bytes) >= Arena::kLarge;
-  return (large ? (used + kPage - 1) / kPage * kPage : used) + aligned(bytes);
-}
-
-TEST(ArenaTest, LargeBuffersBeginOnPages) {
-  using core::Arena;
-  alignas(Arena::kLargeAlignment) static std::byte memory[3 * Arena::kLarge];
-  const auto lay_out = [](Arena* arena) {
-    arena->take(300);
-    const void* small = arena->take(Arena::kLarge - 1);
-    const void* large = arena->take(Arena::kLarge);
-    return std::pair(small, large);
-  };
-  Arena arena(memory);
-  const auto [small, large] = lay_out(&arena);
-  EXPECT_EQ(small, memory + 512);
-  EXPECT_EQ(large, memory + Arena::kLargeAlignment + Arena::kLarge);
-  Arena sizes(nullptr);  // the same sum without memory
-  lay_out(&sizes);
-  EXPECT_EQ(sizes.used(), arena.used());
-}
-
 // transformers issue 47467, Automodel PR 2635: what is kept depends on the configuration alone, so no
 // routing can change it.
 // Section 2 of the design, in bf16: 4 R n bytes gated (2 R n ungated) for H, 6 R n with A, 0 for none.
@@ -54,16 +25,16 @@ TEST_P(MemoryTest, KeptBytesFollowTheFormula) {
          {Shape{4096, 512, 512, 32, 4}, Shape{100, 7, 33, 5, 3}, Shape{32768, 4096, 1024, 128, 8}}) {
       LayerConfig config = config_of(shape, DType::kBF16, kind);
       const std::int64_t rows_by_n = shape.num_tokens * shape.top_k * shape.d_ff;
-      const std::int64_t h = (is_gated(kind) ? 4 : 2) * rows_by_n;
-      const std::int64_t a = 2 * rows_by_n;
+      const std::size_t h = aligned((is_gated(kind) ? 4 : 2) * rows_by_n);
+      const std::size_t a = aligned(2 * rows_by_n);
       const auto bytes = [&](SavePolicy save) {
         config.save = save;
         return layer_bytes(config, backend().context());
       };
       const std::size_t index = bytes(SavePolicy::kNone).index;
       EXPECT_EQ(bytes(SavePolicy::kNone).saved, index);
-      EXPECT_EQ(bytes(SavePolicy::kPreactivation).saved, after(index, h));
-      EXPECT_EQ(bytes(SavePolicy::kAll).saved, after(after(index, h), a));
+      EXPECT_EQ(bytes(SavePolicy::kPreactivation).saved, index + h);
+      EXPECT_EQ(bytes(SavePolicy::kAll).saved, index + h + a);
       // The index: two lists of slots, two of experts, a tile table; all of 32 bits.
       const std::int64_t slots = shape.num_tokens * shape.top_k;
       EXPECT_EQ(index, 2 * aligned(4 * slots) + aligned(4 * (shape.num_experts + 1)) +
@@ -86,7 +57,7 @@ TEST_P(MemoryTest, BuffersAreUsedToTheirEnd) {
         SCOPED_TRACE(describe(problem.config));
         LayerRun run(backend(), problem);
         if (!run_unless_refused([&] { (void)run.run(); })) continue;
-        // The arena rounds each of these small parts up to 256 bytes; past that nothing is asked for in vain.
+        // The arena rounds each part up to 256 bytes; past that nothing is asked for in vain.
         EXPECT_GT(run.forward_workspace().buffer().high_water() + kAlignment, run.bytes().forward_workspace);
         EXPECT_GT(run.backward_workspace().buffer().high_water() + kAlignment,
                   run.bytes().backward_workspace);
@@ -131,9 +102,9 @@ TEST_P(MemoryTest, LargeLayersNeedNoMoreThanDHAndDX) {
     const LayerConfig config = config_of(shape, DType::kBF16);
     const Context ctx = backend().context();
     const std::int64_t slots = config.num_slots();
-    const auto scratch = static_cast<std::int64_t>(table.stage_workspace_bytes(config, ctx));
     EXPECT_EQ(layer_bytes(config, ctx).backward_workspace,
-              after(after(after(0, 2 * slots * config.h_width()), scratch), 2 * slots * shape.d_model));
+              aligned(2 * slots * config.h_width()) + aligned(2 * slots * shape.d_model) +
+                  aligned(static_cast<std::int64_t>(table.stage_workspace_bytes(config, ctx))));
   }
 }
 

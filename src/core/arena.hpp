@@ -13,17 +13,12 @@ namespace moestro::core {
 class Arena {
  public:
   static constexpr std::size_t kAlignment = 256;
-  /// Large buffers begin on such a step from the base, so that rows whose length is a power of two do not lie
-  /// across more pages of the device's memory than they must.
-  static constexpr std::size_t kLargeAlignment = 4096;
-  static constexpr std::size_t kLarge = std::size_t{1} << 20;
 
   explicit Arena(void* base) : base_(static_cast<std::byte*>(base)) {}
 
   void* take(std::size_t bytes) {
-    if (bytes >= kLarge) used_ = round_up(used_, kLargeAlignment);
     void* start = base_ == nullptr ? nullptr : base_ + used_;
-    used_ += round_up(bytes, kAlignment);
+    used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
     if (used_ > peak_) peak_ = used_;
     return start;
   }
@@ -41,10 +36,6 @@ class Arena {
   void rewind(std::size_t used) { used_ = used; }
 
  private:
-  static std::size_t round_up(std::size_t bytes, std::size_t step) {
-    return (bytes + step - 1) / step * step;
-  }
-
   std::byte* base_;
   std::size_t used_ = 0;
   std::size_t peak_ = 0;
