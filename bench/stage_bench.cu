@@ -269,25 +269,18 @@ void bench_rounding(Bench& bench) {
 
 using LayerShape = moestro::cli::NamedShape;
 
-/// Of a list of names, and names with another number of tokens: "olmoe,qwen3-next@8192".
-std::vector<LayerShape> parse_shapes(const std::string& list, std::vector<std::string>* names) {
-  std::vector<LayerShape> shapes;
-  std::istringstream words(list);
-  for (std::string word; std::getline(words, word, ',');) names->push_back(word);
-  for (const std::string& word : *names) {
-    const std::string name = word.substr(0, word.find('@'));
-    const auto* found =
-        std::find_if(std::begin(moestro::cli::kNamedShapes), std::end(moestro::cli::kNamedShapes),
-                     [&](const LayerShape& shape) { return name == shape.name; });
-    if (found == std::end(moestro::cli::kNamedShapes)) {
-      std::fprintf(stderr, "stage_bench: --shapes: '%s' is not the name of a shape\n", name.c_str());
-      std::exit(1);
-    }
-    shapes.push_back(*found);
-    shapes.back().name = word.c_str();
-    if (name.size() < word.size()) shapes.back().num_tokens = std::atoll(word.c_str() + name.size() + 1);
+/// A name, or a name with another number of tokens: "qwen3-next@8192". The shape's name is that of `text`.
+LayerShape parse_shape(const std::string& text) {
+  const std::string name = text.substr(0, text.find('@'));
+  for (LayerShape shape : moestro::cli::kNamedShapes) {
+    if (name != shape.name) continue;
+    shape.name = text.c_str();
+    if (name.size() < text.size()) shape.num_tokens = std::atoll(text.c_str() + name.size() + 1);
+    if (shape.num_tokens > 0) return shape;
   }
-  return shapes;
+  std::fprintf(stderr, "stage_bench: --shapes: '%s' is neither the name of a shape nor NAME@T\n",
+               text.c_str());
+  std::exit(1);
 }
 
 LayerConfig config_of(const LayerShape& shape) {
@@ -569,6 +562,11 @@ int main(int argc, char** argv) {
     if (std::strcmp(argv[i], "--shapes") == 0) shapes = argv[i + 1];
     if (std::strcmp(argv[i], "--only") == 0) only = argv[i + 1];
   }
+  std::vector<std::string> names;
+  std::istringstream words(shapes);
+  for (std::string word; std::getline(words, word, ',');) names.push_back(word);
+  std::vector<LayerShape> layer_shapes;  // all at once, so that a wrong name costs nothing
+  for (const std::string& name : names) layer_shapes.push_back(parse_shape(name));
   bench.ctx.backend = moestro::BackendId::kCUDA;
   if (bench.path == "portable") bench.ctx.path = moestro::KernelPath::kPortable;
   if (bench.path == "hopper") bench.ctx.path = moestro::KernelPath::kHopper;
@@ -582,8 +580,7 @@ int main(int argc, char** argv) {
     bench_router_and_dispatch(bench, wants("router"), wants("dispatch"));
   if (wants("router")) bench_grouped_router(bench);
   if (wants("rounding")) bench_rounding(bench);
-  std::vector<std::string> names;
-  for (const LayerShape& shape : parse_shapes(shapes, &names)) {
+  for (const LayerShape& shape : layer_shapes) {
     if (wants("stages") || wants("layer") || wants("host") || wants("accumulate"))
       bench_layer(bench, shape, only);
     // Asked for by name only: it takes three layers' memory.

@@ -32,6 +32,11 @@ __device__ __forceinline__ void write_sums(const Parameters& p, const Work& work
   }
 }
 
+template <class Element>
+__device__ __forceinline__ Element* place(const Rows& rows, std::int64_t row, int col) {
+  return static_cast<Element*>(rows.data) + row * rows.stride + col;
+}
+
 /// What eight columns of one row give, in pairs.
 template <int kPlanes>
 struct RowGradients {
@@ -39,6 +44,14 @@ struct RowGradients {
   std::uint32_t d_p[kPlanes][4];  ///< kBefore
   std::uint32_t a[4];             ///< A', or with kBefore A
 };
+
+/// Eight columns of a row, of each of its planes.
+template <class Element, int kPlanes>
+__device__ __forceinline__ void store_planes(Element* target, int cols,
+                                             const std::uint32_t (&v)[kPlanes][4]) {
+#pragma unroll
+  for (int plane = 0; plane < kPlanes; ++plane) store_once(target + plane * cols, v[plane]);
+}
 
 /// Eight columns of one row from g and H, `packed` and `h`, with routing weight `s`; returns their part of
 /// dS. kBefore: the routing weight acts before the expert; `bias` is up's, for these columns, in pairs.
@@ -102,46 +115,28 @@ __device__ __forceinline__ float differentiate(const Gated& gated, const uint4& 
 }
 
 template <class Element_, ActivationFamily kFamily>
-struct FinishActivationBackward {
+struct FinishActivationBackward : StagedRows {
   using Element = Element_;
   static constexpr int kN = 256;  ///< columns of a tile: eight a lane
   static constexpr int kPlanes = kPlanesOf<kFamily>;
   static constexpr int kBytesOfG = 64 * kN * 2;  ///< of a consumer's 64 rows: kN / 64 chunks
   static constexpr int kStagingBytes = kBytesOfG;
-  static constexpr int kNumBarriers = 2;  ///< of each consumer: g is there, g is read
 
-  const Parameters& p;
-  std::uint32_t chunks;
-  std::uint32_t barriers;
-  std::uint32_t parity = 0;
-
-  __device__ FinishActivationBackward(const Parameters& parameters, std::uint32_t buffers,
-                                      std::uint32_t buffer_barriers)
-      : p(parameters), chunks(buffers), barriers(buffer_barriers) {}
+  using StagedRows::StagedRows;
   __device__ void prefetch(const Work&) {}
 
   __device__ __forceinline__ void store(float (&acc)[kN / 2], const Work&, int) {
-    barrier_wait(barriers + 8, parity ^ 1);
-    parity ^= 1;
-    stage_tile<Element>(acc, chunks);
-    __syncwarp();
-    if (Lane::lane() == 0) barrier_arrive(barriers);
+    leave<Element, false>(acc);
   }
   __device__ void finish() {}
 
   /// The warps take groups of rows in turns; a lane has eight columns of a row.
-  struct Finisher {
+  struct Finisher : StagedRows {
     static constexpr int kRowsOfGroup = kAnyOfTheKind<kFamily> ? 2 : 4;
     static constexpr int kRowStep = 4 * kRowsOfGroup;
     static_assert(kRowStep % 8 == 0);
 
-    const Parameters& p;
-    std::uint32_t chunks;  ///< consumer 0's; consumer 1's follow
-    std::uint32_t barriers;
-    std::uint32_t parity = 0;  ///< bit i: of consumer i
-
-    __device__ Finisher(const Parameters& parameters, std::uint32_t buffers, std::uint32_t buffer_barriers)
-        : p(parameters), chunks(buffers), barriers(buffer_barriers) {}
+    using StagedRows::StagedRows;
 
     /// A lane's part of a row.
     struct Piece {
@@ -161,9 +156,6 @@ struct FinishActivationBackward {
 
     /// The first row of the warp's first group.
     static __device__ int first_row() { return Lane::thread() / 32 * kRowsOfGroup; }
-    static __device__ Element* place(const Rows& rows, std::int64_t row, int col) {
-      return static_cast<Element*>(rows.data) + row * rows.stride + col;
-    }
 
     __device__ void run(const Work& work) {
       const int col = work.n * kN + Lane::lane() * 8;
@@ -172,19 +164,18 @@ struct FinishActivationBackward {
                     exists && p.rows_out_a.data != nullptr ? work.rows : 0};
       asm volatile("" : "+r"(limits.d_h), "+r"(limits.a));  // kept, not computed again for each row
       int row = first_row();
-      const Element* h = place(p.h_rows, work.row0 + row, col);
-      Targets targets{place(p.rows_out, work.row0 + row, col), place(p.rows_out_a, work.row0 + row, col)};
+      const Element* h = place<Element>(p.h_rows, work.row0 + row, col);
+      Targets targets{place<Element>(p.rows_out, work.row0 + row, col),
+                      place<Element>(p.rows_out_a, work.row0 + row, col)};
       // A group's H is on its way while the group before is worked on. Columns that do not exist stay 0, and
       // so does what they give.
       Piece pieces[2][kRowsOfGroup] = {};
       request(work, limits.h, row, h, pieces[0]);
 #pragma unroll 1
       for (int half = 0; half * 64 < work.rows; ++half) {
-        const std::uint32_t full = barriers + half * 8 * kNumBarriers;
         std::uint32_t line =
             chunks + half * kStagingBytes + Lane::lane() / 8 * kChunkBytes + first_row() * kLineBytes;
-        barrier_wait(full, parity >> half & 1);
-        parity ^= 1U << half;
+        take(half);
 #pragma unroll 1
         for (int pair = 0; pair < 64 / (2 * kRowStep); ++pair) {
 #pragma unroll
@@ -198,8 +189,7 @@ struct FinishActivationBackward {
             targets.a += kRowStep * p.rows_out_a.stride;
           }
         }
-        __syncwarp();
-        if (Lane::lane() == 0) barrier_arrive(full + 8);
+        give_back(half);
       }
     }
 
@@ -246,11 +236,7 @@ struct FinishActivationBackward {
       RowGradients<kPlanes> out;
       const float sum =
           differentiate<Element, kKind, kPlanes, false>(gated, packed, piece.h, nullptr, piece.s, &out);
-      if (row < limits.d_h) {
-#pragma unroll
-        for (int plane = 0; plane < kPlanes; ++plane)
-          store_once(targets.d_h + plane * p.cols, out.d_h[plane]);
-      }
+      if (row < limits.d_h) store_planes(targets.d_h, p.cols, out.d_h);
       if (row < limits.a) store_once(targets.a, out.a);
       return sum;
     }

@@ -26,11 +26,11 @@ template <class Element_, ActivationFamily kFamily, bool kBefore>
 struct FinishActivationBackwardAhead : FinishActivationBackward<Element_, kFamily> {
   using Near = FinishActivationBackward<Element_, kFamily>;
   using Element = Element_;
-  using Near::kBytesOfG, Near::kN, Near::kNumBarriers, Near::kPlanes, Near::Near;
+  using Near::kBytesOfG, Near::kN, Near::kPlanes, Near::Near;
   static constexpr int kStagingBytes = kBytesOfG + 8192;  ///< and two finisher warps' rows of H
 
   /// The warps take groups of rows in turns; a lane has eight columns of a row.
-  struct Finisher {
+  struct Finisher : StagedRows {
     /// As many as the registers hold beside the arithmetic of the kind.
     static constexpr int kRowsOfGroup =
         !kBefore && (kFamily == ActivationFamily::kSwiGLU || kFamily == ActivationFamily::kSiLU) ? 4 : 2;
@@ -39,13 +39,7 @@ struct FinishActivationBackwardAhead : FinishActivationBackward<Element_, kFamil
     static constexpr int kRowStep = 4 * kRowsOfGroup;
     static_assert(kRowStep % 8 == 0);
 
-    const Parameters& p;
-    std::uint32_t chunks;  ///< consumer 0's; consumer 1's follow
-    std::uint32_t barriers;
-    std::uint32_t parity = 0;  ///< bit i: of consumer i
-
-    __device__ Finisher(const Parameters& parameters, std::uint32_t buffers, std::uint32_t buffer_barriers)
-        : p(parameters), chunks(buffers), barriers(buffer_barriers) {}
+    using StagedRows::StagedRows;
 
     using Piece = uint4[kPlanes];  ///< a lane's part of a row of H
     /// How many of the tile's rows this lane stores: none where its columns do not exist, or where a result
@@ -68,9 +62,6 @@ struct FinishActivationBackwardAhead : FinishActivationBackward<Element_, kFamil
 
     /// The first row of the warp's first group.
     static __device__ int first_row() { return Lane::thread() / 32 * kRowsOfGroup; }
-    static __device__ Element* place(const Rows& rows, std::int64_t row, int col) {
-      return static_cast<Element*>(rows.data) + row * rows.stride + col;
-    }
 
     /// Where the next rows of H come from: those of this lane's columns, from the warp's group on. A lane
     /// whose columns do not exist reads the row's first ones.
@@ -82,7 +73,7 @@ struct FinishActivationBackwardAhead : FinishActivationBackward<Element_, kFamil
     __device__ Source source_of(const Work& work) const {
       const int col = work.n * kN + Lane::lane() * 8;
       const int row = work.row0 + first_row();
-      return {place(p.h_rows, row, col < p.cols ? col : 0), row, work.row0 + work.rows};
+      return {place<Element>(p.h_rows, row, col < p.cols ? col : 0), row, work.row0 + work.rows};
     }
 
     /// This lane's 16 bytes of a plane of row `i` of group `turn` of a pair, in shared memory.
@@ -146,18 +137,17 @@ struct FinishActivationBackwardAhead : FinishActivationBackward<Element_, kFamil
                     exists && p.rows_out_a.data != nullptr ? work.rows : 0};
       asm volatile("" : "+r"(limits.d_h), "+r"(limits.a));  // kept, not computed again for each row
       int row = first_row();
-      Targets targets{place(p.rows_out, work.row0 + row, col), place(p.d_h_bias, work.row0 + row, col),
-                      place(p.rows_out_a, work.row0 + row, col)};
+      Targets targets{place<Element>(p.rows_out, work.row0 + row, col),
+                      place<Element>(p.d_h_bias, work.row0 + row, col),
+                      place<Element>(p.rows_out_a, work.row0 + row, col)};
       Bias bias;
       if constexpr (kBefore) load_bias(work, col, exists, bias);
       Source source = source_of(work);
 #pragma unroll 1
       for (int half = 0; half * 64 < work.rows; ++half) {
-        const std::uint32_t full = barriers + half * 8 * kNumBarriers;
         std::uint32_t line = chunks + half * kStagingBytes + Lane::lane() / 8 * kChunkBytes +
                              first_row() * kLineBytes + (Lane::lane() % 8 ^ first_row() % 8) * 16;
-        barrier_wait(full, parity >> half & 1);
-        parity ^= 1U << half;
+        take(half);
 #pragma unroll 1
         for (int pair = 0; pair < 64 / (2 * kRowStep); ++pair) {
           source.h += 2 * kRowStep * p.h_rows.stride;
@@ -173,8 +163,7 @@ struct FinishActivationBackwardAhead : FinishActivationBackward<Element_, kFamil
             targets.step(p, kRowStep);
           }
         }
-        __syncwarp();
-        if (Lane::lane() == 0) barrier_arrive(full + 8);
+        give_back(half);
       }
     }
 
@@ -235,16 +224,8 @@ struct FinishActivationBackwardAhead : FinishActivationBackward<Element_, kFamil
       RowGradients<kPlanes> out;
       const float sum =
           differentiate<Element, kKind, kPlanes, kBefore>(gated_of, packed, piece, bias, s, &out);
-      if (row < limits.d_h) {
-#pragma unroll
-        for (int plane = 0; plane < kPlanes; ++plane)
-          store_once(targets.d_h + plane * p.cols, out.d_h[plane]);
-      }
-      if (kBefore && row < limits.d_h_bias) {
-#pragma unroll
-        for (int plane = 0; plane < kPlanes; ++plane)
-          store_once(targets.d_h_bias + plane * p.cols, out.d_p[plane]);
-      }
+      if (row < limits.d_h) store_planes(targets.d_h, p.cols, out.d_h);
+      if (kBefore && row < limits.d_h_bias) store_planes(targets.d_h_bias, p.cols, out.d_p);
       if (row < limits.a) store_once(targets.a, out.a);
       return sum;
     }

@@ -8,7 +8,7 @@
 namespace moestro::cuda::hopper {
 
 template <class Element_, ActivationFamily kFamily>
-struct FinishActivated {
+struct FinishActivated : StagedRows {
   using Element = Element_;
   static_assert(!kAnyOfTheKind<kFamily>);
   static constexpr int kN = 256;
@@ -19,17 +19,9 @@ struct FinishActivated {
   /// Of a consumer's 64 rows: H, a chunk of A, biases.
   static constexpr int kHBytes = kChunks * kChunkBytes;
   static constexpr int kStagingBytes = kHBytes + kChunkBytes + (kHasBias ? 1024 : 0);
-  static constexpr int kNumBarriers = 2;  ///< of each consumer: H is there, H is read
-
-  const Parameters& p;
-  std::uint32_t chunks;
-  std::uint32_t barriers;
-  std::uint32_t parity = 0;
   std::uint32_t fetched = 0;  ///< biases of two of the tile's columns: gate's come first
 
-  __device__ FinishActivated(const Parameters& parameters, std::uint32_t buffers,
-                             std::uint32_t buffer_barriers)
-      : p(parameters), chunks(buffers), barriers(buffer_barriers) {}
+  using StagedRows::StagedRows;
 
   /// Asks for this thread's part of the bias. Zero past the last column.
   __device__ __forceinline__ void prefetch(const Work& work) {
@@ -61,35 +53,22 @@ struct FinishActivated {
         }
       }
     }
-    barrier_wait(barriers + 8, parity ^ 1);
-    parity ^= 1;
-    stage_tile<Element>(acc, chunks);
-    fence_async_proxy();
-    __syncwarp();
-    if (Lane::lane() == 0) barrier_arrive(barriers);
+    leave<Element, true>(acc);
   }
   __device__ void finish() {}
 
-  struct Finisher {
-    const Parameters& p;
-    std::uint32_t chunks;  ///< consumer 0's; consumer 1's follow
-    std::uint32_t barriers;
-    std::uint32_t parity = 0;  ///< bit i: of consumer i
-
-    __device__ Finisher(const Parameters& parameters, std::uint32_t buffers, std::uint32_t buffer_barriers)
-        : p(parameters), chunks(buffers), barriers(buffer_barriers) {}
+  struct Finisher : StagedRows {
+    using StagedRows::StagedRows;
 
     __device__ void run(const Work& work) {
       const bool with_h = p.rows_out.data != nullptr;
       const bool with_a = p.rows_out_a.data != nullptr;
 #pragma unroll 1
       for (int half = 0; half * 64 < work.rows; ++half) {
-        const std::uint32_t full = barriers + half * 8 * kNumBarriers;
         const std::uint32_t h = chunks + half * kStagingBytes;
         const int row = work.row0 + half * 64;
         const int rows = work.rows - half * 64;
-        barrier_wait(full, parity >> half & 1);
-        parity ^= 1U << half;
+        take(half);
         if (with_h) {
 #pragma unroll
           for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -126,8 +105,7 @@ struct FinishActivated {
           }
         }
         if (Lane::thread() == 0) with_a ? tma_wait_read<2>() : tma_wait_read<0>();  // H's is done
-        __syncwarp();
-        if (Lane::lane() == 0) barrier_arrive(full + 8);
+        give_back(half);
       }
     }
 

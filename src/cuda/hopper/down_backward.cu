@@ -137,13 +137,7 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStrea
   p.cols = static_cast<int>(n);
   p.activation = args.activation;
   p.row_weights = static_cast<const float*>(args.row_weights.data);
-  if (before && args.b_up.present()) {
-    const bool interleaved = planes == 2 && args.gate_layout == GateLayout::kInterleaved;
-    p.bias = args.b_up.data;
-    p.bias_stride = args.b_up.stride[0];
-    p.bias_step = interleaved ? 2 : 1;
-    p.bias_up = interleaved ? 1 : static_cast<int>(n);
-  }
+  if (before) set_up_bias(args.b_up, planes, args.gate_layout, &p);
   if (before && args.d_h_bias.present()) {
     p.d_h_bias = {args.d_h_bias.data, args.d_h_bias.stride[0], static_cast<int>(n)};
   }

@@ -114,6 +114,39 @@ __device__ __forceinline__ void stage_tile(const float (&acc)[kAccumulators], st
   }
 }
 
+/// Rows that the consumers leave to a finisher in shared memory, seen from either side. Each consumer's 64
+/// have two mbarriers: they are there, they have been read.
+struct StagedRows {
+  static constexpr int kNumBarriers = 2;
+  const Parameters& p;
+  std::uint32_t chunks;      ///< a consumer's own; the finisher's: consumer 0's, those of consumer 1 follow
+  std::uint32_t barriers;    ///< likewise
+  std::uint32_t parity = 0;  ///< of the phase to come; the finisher's: bit i of consumer i
+
+  __device__ StagedRows(const Parameters& parameters, std::uint32_t buffers, std::uint32_t buffer_barriers)
+      : p(parameters), chunks(buffers), barriers(buffer_barriers) {}
+
+  /// A consumer leaves its rows, rounded to Element; kForCopyEngine: it reads them too.
+  template <class Element, bool kForCopyEngine, int kAccumulators>
+  __device__ __forceinline__ void leave(const float (&acc)[kAccumulators]) {
+    barrier_wait(barriers + 8, parity ^ 1);
+    parity ^= 1;
+    stage_tile<Element>(acc, chunks);
+    if constexpr (kForCopyEngine) fence_async_proxy();
+    __syncwarp();
+    if (Lane::lane() == 0) barrier_arrive(barriers);
+  }
+  /// The finisher takes the rows of consumer `half`, and gives their place back.
+  __device__ __forceinline__ void take(int half) {
+    barrier_wait(barriers + half * 8 * kNumBarriers, parity >> half & 1);
+    parity ^= 1U << half;
+  }
+  __device__ __forceinline__ void give_back(int half) const {
+    __syncwarp();
+    if (Lane::lane() == 0) barrier_arrive(barriers + half * 8 * kNumBarriers + 8);
+  }
+};
+
 /// A staged chunk of 64 rows x kCols elements, line after line in shared memory, which meets no bank twice
 /// where a line's 16-byte pieces are odd in number.
 template <int kCols_>

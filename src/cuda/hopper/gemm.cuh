@@ -175,13 +175,13 @@ __device__ __forceinline__ void multiply(std::uint32_t base, int k_tiles, int bl
       if constexpr (kHasFinisher<Kernel> && Kernel::kN == 256) {
         // Threads of four warpgroups start with 128 registers, for which ptxas refuses 128 accumulators in
         // one instruction. The other 128 columns are 16 KB further in either layout.
-        auto& low = *reinterpret_cast<float(*)[64]>(&acc[i][0]);
-        auto& high = *reinterpret_cast<float(*)[64]>(&acc[i][64]);
-        wgmma<typename Kernel::Element, 128, kMajorA, kMajorB>(low, at, bt, accumulate);
-        wgmma<typename Kernel::Element, 128, kMajorA, kMajorB>(high, at, bt + (2 * kSlabBytes >> 4),
+        wgmma<typename Kernel::Element, 128, kMajorA, kMajorB>(accumulators_of<128>(acc[i]), at, bt,
                                                                accumulate);
+        wgmma<typename Kernel::Element, 128, kMajorA, kMajorB>(accumulators_of<128>(acc[i], 128), at,
+                                                               bt + (2 * kSlabBytes >> 4), accumulate);
       } else {
-        wgmma<typename Kernel::Element, kN, kMajorA, kMajorB>(first_columns<kN>(acc[i]), at, bt, accumulate);
+        wgmma<typename Kernel::Element, kN, kMajorA, kMajorB>(accumulators_of<kN>(acc[i]), at, bt,
+                                                              accumulate);
       }
     }
   };
@@ -207,11 +207,7 @@ __device__ __forceinline__ void multiply(std::uint32_t base, int k_tiles, int bl
       previous = ring.stage;
     }
   };
-  if constexpr (Kernel::kPingPong && Kernel::kN == 192) {
-    with_columns<Kernel::kN>(columns, loop);
-  } else {
-    loop.template operator()<Kernel::kN>();
-  }
+  with_columns<Kernel::kN>(columns, loop);
   if constexpr (Kernel::kPingPong) {
     named_arrive(kBarrierOfTurn + 1 - static_cast<int>(threadIdx.x / kWarpgroup - 1), 2 * kWarpgroup);
   }

@@ -46,6 +46,16 @@ using KernelPointer = void (*)(Parameters);
 Status launch(const char* name, KernelPointer kernel, int shared_bytes, Parameters& parameters,
               std::int64_t max_count, const Context& ctx, cudaStream_t stream, int threads = 384);
 
+/// up's bias, where it is there: the columns of both planes in either layout.
+inline void set_up_bias(const TensorView& b_up, int planes, GateLayout layout, Parameters* p) {
+  if (!b_up.present()) return;
+  const bool interleaved = planes == 2 && layout == GateLayout::kInterleaved;
+  p->bias = b_up.data;
+  p->bias_stride = b_up.stride[0];
+  p->bias_step = interleaved ? 2 : 1;
+  p->bias_up = interleaved ? 1 : p->cols;
+}
+
 /// The tile table's part of the parameters; `n_tiles` tiles along N.
 inline void set_row_tiles(const Index& index, std::int64_t n_tiles, const Walk& walk, Parameters* p) {
   p->tiles = reinterpret_cast<const int4*>(index.tiles);

@@ -116,13 +116,7 @@ Status up_forward(const UpForwardArgs& args, const Context& ctx, cudaStream_t st
   const bool before = args.weight_position == WeightPosition::kBefore;
   p.bias_after_scale = before;
   p.row_weights = before ? static_cast<const float*>(args.row_weights.data) : nullptr;
-  if (args.b_up.present()) {
-    const bool interleaved = planes == 2 && args.gate_layout == GateLayout::kInterleaved;
-    p.bias = args.b_up.data;
-    p.bias_stride = args.b_up.stride[0];
-    p.bias_step = interleaved ? 2 : 1;
-    p.bias_up = interleaved ? 1 : static_cast<int>(n);
-  }
+  set_up_bias(args.b_up, planes, args.gate_layout, &p);
   MOESTRO_RETURN_IF_ERROR(make_rows_output("up_forward: h", args.h, planes, &p.rows_out, store_columns));
   MOESTRO_RETURN_IF_ERROR(make_rows_output("up_forward: a", args.a, 1, &p.rows_out_a, store_columns));
   MOESTRO_RETURN_IF_ERROR(

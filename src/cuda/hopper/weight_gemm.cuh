@@ -537,7 +537,7 @@ __device__ __forceinline__ void consume_weight(const Parameters& p, std::uint32_
 #pragma unroll
           for (int i = 0; i < kBlocks; ++i) {
             wgmma<typename Kernel::Element, kN, Major::kMN, Major::kMN>(
-                first_columns<kN>(acc[i]), a + i * kStepBlock + kk * kStepK, b + kk * kStepK, accumulate);
+                accumulators_of<kN>(acc[i]), a + i * kStepBlock + kk * kStepK, b + kk * kStepK, accumulate);
           }
           accumulate = 1;
         }
@@ -551,11 +551,7 @@ __device__ __forceinline__ void consume_weight(const Parameters& p, std::uint32_
         previous = ring.stage;
       }
     };
-    if constexpr (Kernel::kN == 192) {
-      with_columns<Kernel::kN>(p.source_cols - work.gathered * Kernel::kN, multiply);
-    } else {
-      multiply.template operator()<Kernel::kN>();
-    }
+    with_columns<Kernel::kN>(p.source_cols - work.gathered * Kernel::kN, multiply);
     result.begin(work, ring);
     const int slot = w;  // of a part's sum: its number
     w = tickets.template take<true>();

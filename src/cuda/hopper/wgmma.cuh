@@ -116,14 +116,17 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint64_t a, std::
 /// accumulators.
 template <int kN, class F>
 __device__ __forceinline__ void with_columns(int columns, F&& f) {
-  if constexpr (kN > 64) {
-    if (columns <= kN - 64) return with_columns<kN - 64>(columns, static_cast<F&&>(f));
+  if constexpr (kN == 192) {
+    if (columns <= 128) {
+      return columns <= 64 ? f.template operator()<64>() : f.template operator()<128>();
+    }
   }
   f.template operator()<kN>();
 }
+/// The accumulators of kN columns, from column `first` on.
 template <int kN, int kCount>
-__device__ __forceinline__ float (&first_columns(float (&d)[kCount]))[kN / 2] {
-  return *reinterpret_cast<float(*)[kN / 2]>(&d[0]);
+__device__ __forceinline__ float (&accumulators_of(float (&d)[kCount], int first = 0))[kN / 2] {
+  return *reinterpret_cast<float(*)[kN / 2]>(&d[first / 2]);
 }
 
 #undef MOESTRO_OPERANDS_128
