@@ -44,9 +44,10 @@ TEST(CudaPlanTest, HopperRowsTileFollowsTheSumsLength) {
   EXPECT_EQ(plan_rows(2048, 1536).rows_tile, RowsTile::kPingPong192);
   EXPECT_EQ(plan_rows(2048, 4096).rows_tile, RowsTile::kCooperative256);
   EXPECT_EQ(plan_rows(4096, 1536).rows_tile, RowsTile::kCooperative256);
-  // Expert by expert where L2 does not hold an expert's weight.
-  EXPECT_TRUE(plan_rows(4096, 7168).walk.by_expert);
-  EXPECT_FALSE(plan_rows(2048, 7168).walk.by_expert);
+  EXPECT_EQ(plan_rows(5760, 2880).rows_tile, RowsTile::kPingPong192);  // 256 columns do not divide it
+  // Expert by expert where an expert's weight fills L2.
+  EXPECT_TRUE(plan_rows(4096, 4096).walk.by_expert);
+  EXPECT_FALSE(plan_rows(2048, 4096).walk.by_expert);
 }
 
 TEST(CudaPlanTest, HopperPlansCanBeForced) {
@@ -61,7 +62,7 @@ TEST(CudaPlanTest, HopperPlansCanBeForced) {
   hopper::force_raster(3);
   EXPECT_EQ(hopper::plan_rows(512, 2048).walk.raster, 3);
   EXPECT_EQ(hopper::plan_raster(8), 3);
-  EXPECT_EQ(hopper::plan_up(512, 2048, true).walk.raster, 3);
+  EXPECT_EQ(hopper::plan_up(512, 2048, true, true).walk.raster, 3);
   hopper::force_raster(-1);
   EXPECT_EQ(hopper::plan_rows(512, 2048).walk.raster, rule.walk.raster);
   EXPECT_EQ(hopper::plan_raster(8), 8);
@@ -101,14 +102,25 @@ TEST(CudaPlanTest, HopperDownBackwardTileFollowsTheSumsLength) {
   EXPECT_EQ(hopper::plan_down_backward(512, 2048, false).walk.raster, 3);
 }
 
-TEST(CudaPlanTest, UpWalksExpertByExpertWhereDIsLarge) {
+TEST(CudaPlanTest, WalksFollowTheWeightsSize) {
   const Forced forced;
-  EXPECT_FALSE(hopper::plan_up(2048, 1024, true).walk.by_expert);
-  EXPECT_TRUE(hopper::plan_up(7168, 2048, true).walk.by_expert);
+  EXPECT_FALSE(hopper::plan_up(2048, 1024, true, true).walk.by_expert);
+  EXPECT_TRUE(hopper::plan_up(7168, 2048, true, true).walk.by_expert);
+  EXPECT_EQ(hopper::plan_up(1024, 1024, true, true).walk.raster, 16);
+  EXPECT_EQ(hopper::plan_up(1024, 4096, true, true).walk.raster, 32);
+  const auto down = [](std::int64_t d, std::int64_t n) {
+    return hopper::plan_down_backward(d, n, false).walk;
+  };
+  EXPECT_EQ(down(1024, 4096).raster, 4);
+  EXPECT_EQ(down(2048, 1024).raster, 8);
+  EXPECT_EQ(down(2048, 8192).raster, 16);  // 32 MB
+  EXPECT_FALSE(down(2048, 8192).by_expert);
+  EXPECT_TRUE(down(7168, 2048).by_expert);
   for (const bool by_expert : {false, true}) {
     hopper::force_by_expert(by_expert ? 1 : 0);
-    EXPECT_EQ(hopper::plan_up(2048, 1024, true).walk.by_expert, by_expert);
+    EXPECT_EQ(hopper::plan_up(2048, 1024, true, true).walk.by_expert, by_expert);
     EXPECT_EQ(hopper::plan_rows(2048, 1000).walk.by_expert, by_expert);
+    EXPECT_EQ(down(2048, 1000).by_expert, by_expert);
   }
 }
 
@@ -116,18 +128,15 @@ TEST(CudaPlanTest, UpTileFollowsTheSumsLength) {
   const Forced forced;
   using hopper::plan_up;
   using hopper::UpTile;
-  EXPECT_EQ(plan_up(512, 2048, true).tile, UpTile::kPingPong176);
-  EXPECT_EQ(plan_up(768, 256, true).tile, UpTile::kPingPong176);
-  EXPECT_EQ(plan_up(1536, 256, true).tile, UpTile::kFinisher256);
-  EXPECT_EQ(plan_up(2048, 1024, true).tile, UpTile::kFinisher256);
-  EXPECT_EQ(plan_up(4096, 1024, true).tile, UpTile::kCooperative256);
-  EXPECT_EQ(plan_up(2048, 1024, false).tile, UpTile::kCooperative256);
-  EXPECT_EQ(plan_up(2048, 1024, true, false).tile, UpTile::kCooperative256);
-  EXPECT_EQ(plan_up(512, 2048, false).tile, UpTile::kCooperative256);
-  EXPECT_EQ(plan_up(512, 128, true).tile, UpTile::kCooperative256);  // 176 columns for 128
+  for (const bool gated : {false, true}) {
+    EXPECT_EQ(plan_up(512, 2048, gated, true).tile, UpTile::kFinisher256);
+    EXPECT_EQ(plan_up(2048, 1024, gated, true).tile, UpTile::kFinisher256);
+    EXPECT_EQ(plan_up(4096, 1024, gated, true).tile, UpTile::kCooperative256);
+    EXPECT_EQ(plan_up(2048, 1024, gated, false).tile, UpTile::kCooperative256);
+  }
   for (int tile = 0; tile < hopper::kNumUpTiles; ++tile) {
     hopper::force_up_tile(tile);
-    EXPECT_EQ(static_cast<int>(plan_up(4096, 1024, true).tile), tile);
+    EXPECT_EQ(static_cast<int>(plan_up(4096, 1024, true, true).tile), tile);
   }
 }
 
@@ -304,7 +313,7 @@ std::vector<SmallLayer> small_layers() {
   add("many_experts").shape = {9, 64, 64, 40, 4};
   add("no_tokens").shape = {0, 64, 64, 2, 1};
   for (int tile = 0; tile < hopper::kNumRowsTiles; ++tile) {
-    static const char* const names[] = {"ping_pong_128", "ping_pong_192", "cooperative_256"};
+    static const char* const names[] = {"ping_pong_192", "cooperative_256"};
     add(names[tile]).rows_tile = tile;
   }
   for (int tile = 0; tile < hopper::kNumWeightTiles; ++tile) {
@@ -313,17 +322,14 @@ std::vector<SmallLayer> small_layers() {
   }
   add("by_expert").by_expert = 1;
   for (int tile = 0; tile < hopper::kNumUpTiles; ++tile) {
-    static const char* const names[] = {"up_cooperative_256", "up_ping_pong_176", "up_finisher_256"};
+    static const char* const names[] = {"up_cooperative_256", "up_finisher_256"};
     add(names[tile]).up_tile = tile;
   }
-  for (const hopper::UpTile tile : {hopper::UpTile::kPingPong176, hopper::UpTile::kFinisher256}) {
-    const bool finisher = tile == hopper::UpTile::kFinisher256;
-    SmallLayer& with_bias = add(finisher ? "up_finisher_256_oai" : "up_ping_pong_176_oai");
-    with_bias.up_tile = static_cast<int>(tile);
-    with_bias.config.activation.kind = ActivationKind::kSwiGLUOAI;
-    with_bias.config.activation.limit = kGridLimit;
-    with_bias.config.has_b_up = true;
-  }
+  SmallLayer& with_bias = add("up_finisher_256_oai");
+  with_bias.up_tile = static_cast<int>(hopper::UpTile::kFinisher256);
+  with_bias.config.activation.kind = ActivationKind::kSwiGLUOAI;
+  with_bias.config.activation.limit = kGridLimit;
+  with_bias.config.has_b_up = true;
   SmallLayer& ungated = add("up_finisher_256_silu");
   ungated.up_tile = static_cast<int>(hopper::UpTile::kFinisher256);
   ungated.config.activation.kind = ActivationKind::kSiLU;

@@ -2,23 +2,20 @@
 /// cuBLAS batched product of the same extents. Needs a device of compute capability 9.0.
 ///
 ///   hopper_lab check            every kernel, variant and hard routing at small shapes; MOESTRO_LAB_UP_ALONE
-///   hopper_lab bench SHAPE...   check by samples, then time; SHAPE as in cli/shapes.hpp, or all
-///   hopper_lab sweep SHAPE...   as bench, with every tile and raster
-///   hopper_lab time SHAPE...    as bench, unchecked
-///   hopper_lab weights SHAPE... check and time the weights' gradients alone
+///   hopper_lab samples SHAPE... the same by samples at large shapes; SHAPE as in cli/shapes.hpp, or all
 ///   hopper_lab turns SHAPE...   plans in turns with cuBLAS on a warm card, with its clock;
-///                               MOESTRO_LAB_KERNELS=up,down,down_backward,up_backward,up_weight,down_weight,
-///                               MOESTRO_LAB_ROUNDS,
-///                               MOESTRO_LAB_TURN_MS; tile.by_expert.raster in MOESTRO_LAB_PLANS (of up) and
-///                               MOESTRO_LAB_ROWS_PLANS (of down and dX~)
+///                               MOESTRO_LAB_KERNELS=up,up_h,up_a,down,down_backward,up_backward,
+///                               up_weight,down_weight,
+///                               MOESTRO_LAB_ROUNDS, MOESTRO_LAB_TURN_MS; plans as tile.by_expert.raster in
+///                               MOESTRO_LAB_UP_PLANS, _ROWS_PLANS (of down and dX~), _DOWN_BACKWARD_PLANS
+///                               and _WEIGHT_PLANS
 ///   hopper_lab profile SHAPE... each kernel once, for a profiler, or MOESTRO_LAB_ROWS_PLANS
 /// MOESTRO_LAB_ZIPF skews the routing, MOESTRO_LAB_OAI takes SwiGLU-OAI and biases, MOESTRO_LAB_SILU SiLU
-/// without gate; MOESTRO_LAB_OFFSET shifts all buffers by so many bytes.
+/// without gate; MOESTRO_LAB_F32 adds weights' gradients to f32 ones.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <dlfcn.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -65,20 +62,15 @@ struct Shape {
 
 // ---- device buffers ----
 
-/// Begins MOESTRO_LAB_OFFSET bytes behind a page, as buffers do that lie behind others in a workspace.
 struct Buffer {
-  void* memory = nullptr;
   void* data = nullptr;
   std::size_t bytes = 0;
   explicit Buffer(std::size_t size) : bytes(size) {
-    const char* value = std::getenv("MOESTRO_LAB_OFFSET");
-    const std::size_t offset = value == nullptr ? 0 : std::strtoull(value, nullptr, 10);
-    CHECK_CUDA(cudaMalloc(&memory, std::max<std::size_t>(size, 16) + offset));
-    data = static_cast<char*>(memory) + offset;
+    CHECK_CUDA(cudaMalloc(&data, std::max<std::size_t>(size, 16)));
     poison();
   }
   Buffer(const Buffer&) = delete;
-  ~Buffer() { cudaFree(memory); }
+  ~Buffer() { cudaFree(data); }
   void poison() { CHECK_CUDA(cudaMemset(data, 0xff, bytes)); }  // NaN in bf16, f16 and f32
   template <class T>
   T* as() const {
@@ -213,8 +205,6 @@ __device__ inline double warp_sum(double value) {
 
 static int failures = 0;
 
-static const char* const kDownBackwardTiles[] = {"128 pp", "256 finisher", "256 finisher ahead"};
-
 template <class F>
 static void compare(const char* what, int64_t samples, double tolerance, F f) {
   static Error* error = nullptr;
@@ -342,37 +332,6 @@ struct Cublas {
   }
 };
 
-static double time_ms(const std::function<void()>& run, int warm = 2, int count = 8) {
-  static cudaEvent_t begin = nullptr;
-  static cudaEvent_t end = nullptr;
-  if (begin == nullptr) {
-    CHECK_CUDA(cudaEventCreate(&begin));
-    CHECK_CUDA(cudaEventCreate(&end));
-  }
-  if (std::getenv("MOESTRO_LAB_GAP") != nullptr) {  // each launch from a cool card
-    float best = 1e30F;
-    for (int i = 0; i < 4; ++i) {
-      usleep(30000);
-      CHECK_CUDA(cudaEventRecord(begin));
-      run();
-      CHECK_CUDA(cudaEventRecord(end));
-      CHECK_CUDA(cudaEventSynchronize(end));
-      float ms = 0;
-      CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-      if (i > 0) best = std::min(best, ms);
-    }
-    return best;
-  }
-  for (int i = 0; i < warm; ++i) run();
-  CHECK_CUDA(cudaEventRecord(begin));
-  for (int i = 0; i < count; ++i) run();
-  CHECK_CUDA(cudaEventRecord(end));
-  CHECK_CUDA(cudaEventSynchronize(end));
-  float ms = 0;
-  CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-  return ms / count;
-}
-
 /// The card's clock: a multiprocessor's cycle counter against the nanosecond timer.
 __global__ void stamp_kernel(unsigned long long* stamp) {
   unsigned multiprocessor;
@@ -382,6 +341,39 @@ __global__ void stamp_kernel(unsigned long long* stamp) {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   stamp[0] = static_cast<unsigned long long>(clock64());
   stamp[1] = now;
+}
+
+/// tile.by_expert.raster, -1 for what the rule takes.
+struct TriedPlan {
+  std::string name;
+  int tile = -1;
+  int by_expert = -1;
+  int raster = -1;
+};
+
+/// The plans that the environment's `variable` lists, or else those of `otherwise`.
+static std::vector<TriedPlan> tried_plans(const char* variable, const char* otherwise) {
+  const char* value = std::getenv(variable);
+  std::istringstream words(value != nullptr ? value : otherwise);
+  std::vector<TriedPlan> plans;
+  for (TriedPlan plan; words >> plan.name; plans.push_back(plan)) {
+    if (std::sscanf(plan.name.c_str(), "%d.%d.%d", &plan.tile, &plan.by_expert, &plan.raster) != 3) {
+      std::printf("%s: %s is not tile.by_expert.raster\n", variable, plan.name.c_str());
+      std::exit(2);
+    }
+  }
+  return plans;
+}
+
+template <class Call>
+static void with_plan(const TriedPlan& plan, void (*force_tile)(int), Call call) {
+  force_tile(plan.tile);
+  hopper::force_by_expert(plan.by_expert);
+  hopper::force_raster(plan.raster);
+  call();
+  force_tile(-1);
+  hopper::force_by_expert(-1);
+  hopper::force_raster(-1);
 }
 
 struct Contestant {
@@ -445,11 +437,7 @@ struct Options {
   Routing routing = Routing::kUniform;
   bool bias = false;
   bool before = false;
-  bool bench = false;
-  bool sweep = false;
   bool profile = false;
-  bool unchecked = false;
-  bool weights = false;
   bool turns = false;
   bool up_alone = false;
 };
@@ -874,11 +862,6 @@ struct Problem {
     std::fflush(stdout);
     if (o.turns) return turns();
     if (o.profile) return profile();
-    if (o.weights) return bench_weights_alone();
-    if (o.unchecked) {
-      profile();
-      return bench();
-    }
     const m::Context ctx = context();
     check_status(hopper::up_forward(up_args(true, true), ctx, nullptr));
     check_up();
@@ -955,22 +938,17 @@ struct Problem {
       hopper::force_weight_tile(-1);
     }
     CHECK_CUDA(cudaDeviceSynchronize());
-    if (o.bench) bench();
   }
 
   /// Each kernel once.
   void profile() {
     const m::Context ctx = context();
-    if (const char* plans = std::getenv("MOESTRO_LAB_ROWS_PLANS")) {  // down and dX~, a plan after the other
-      std::istringstream words(plans);
-      for (std::string word; words >> word;) {
-        int tile = -1, by_expert = -1, raster = -1;
-        std::sscanf(word.c_str(), "%d.%d.%d", &tile, &by_expert, &raster);
-        hopper::force_rows_tile(tile);
-        hopper::force_by_expert(by_expert);
-        hopper::force_raster(raster);
-        check_status(hopper::down_forward(down_args(), ctx, nullptr));
-        check_status(hopper::up_backward(up_backward_args(), ctx, nullptr));
+    if (std::getenv("MOESTRO_LAB_ROWS_PLANS") != nullptr) {  // down and dX~, a plan after the other
+      for (const TriedPlan& plan : tried_plans("MOESTRO_LAB_ROWS_PLANS", "")) {
+        with_plan(plan, hopper::force_rows_tile, [&] {
+          check_status(hopper::down_forward(down_args(), ctx, nullptr));
+          check_status(hopper::up_backward(up_backward_args(), ctx, nullptr));
+        });
       }
       CHECK_CUDA(cudaDeviceSynchronize());
       return;
@@ -984,20 +962,8 @@ struct Problem {
     CHECK_CUDA(cudaDeviceSynchronize());
   }
 
-  /// Times `run` between two timings of the yardstick, since the card slows down as it warms.
-  void report(const char* kernel, const std::string& variant, double flops,
-              const std::function<double()>& yardstick, const std::function<void()>& run) {
-    const double before = yardstick();
-    const double ms = time_ms(run);
-    const double cublas_ms = (before + yardstick()) / 2;
-    std::printf("  %-16s %-12s %8.3f ms %7.1f TF/s   cuBLAS %8.3f ms %7.1f TF/s   ratio %.3f\n", kernel,
-                variant.c_str(), ms, flops / ms * 1e-9, cublas_ms, flops / cublas_ms * 1e-9, cublas_ms / ms);
-    std::fflush(stdout);
-    write_row("hopper_kernels", kernel, variant, ms, flops / ms * 1e-9, flops / cublas_ms * 1e-9);
-  }
-
   /// A row for bench/results, where MOESTRO_LAB_JSON names a file.
-  void write_row(const char* bench, const char* kernel, const std::string& variant, double ms, double tflops,
+  void write_row(const char* kernel, const std::string& variant, double ms, double tflops,
                  double cublas_tflops) const {
     const char* path = std::getenv("MOESTRO_LAB_JSON");
     if (path == nullptr) return;
@@ -1009,63 +975,18 @@ struct Problem {
     CHECK_CUDA(cudaGetDeviceProperties(&device, 0));
     if (std::FILE* file = std::fopen(path, "a")) {
       std::fprintf(file,
-                   "{\"bench\": \"%s\", \"shape\": \"%s\", \"T\": %lld, \"d\": %lld, \"n\": %lld, "
+                   "{\"bench\": \"hopper_turns\", \"shape\": \"%s\", \"T\": %lld, \"d\": %lld, \"n\": %lld, "
                    "\"E\": %lld, \"K\": %lld, \"dtype\": \"%s\", \"routing\": \"%s\", \"kernel\": \"%s\", "
                    "\"variant\": \"%s\", \"ms\": %.4f, \"tflops\": %.1f, \"cublas_tflops\": %.1f, "
                    "\"device\": \"%s\", \"driver\": \"%s\", \"CUDA\": \"%d.%d\", \"date\": \"%s\", "
                    "\"commit\": \"%s\"}\n",
-                   bench, s.name, (long long)s.T, (long long)s.d, (long long)s.n, (long long)s.E,
-                   (long long)s.K, kBf16 ? "bf16" : "f16", o.routing == Routing::kZipf ? "zipf" : "uniform",
-                   kernel, variant.c_str(), ms, tflops, cublas_tflops, device.name,
-                   environment("MOESTRO_LAB_DRIVER"), CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10,
-                   environment("MOESTRO_LAB_DATE"), environment("MOESTRO_LAB_COMMIT"));
+                   s.name, (long long)s.T, (long long)s.d, (long long)s.n, (long long)s.E, (long long)s.K,
+                   kBf16 ? "bf16" : "f16", o.routing == Routing::kZipf ? "zipf" : "uniform", kernel,
+                   variant.c_str(), ms, tflops, cublas_tflops, device.name, environment("MOESTRO_LAB_DRIVER"),
+                   CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, environment("MOESTRO_LAB_DATE"),
+                   environment("MOESTRO_LAB_COMMIT"));
       std::fclose(file);
     }
-  }
-
-  /// Times a cuBLAS batched product: a yardstick for `report`.
-  std::function<double()> bmm(bool ta, bool tb, int64_t r, int64_t c, int64_t k, const Buffer& a_,
-                              const Buffer& b_, Buffer& c_) const {
-    if (cublas->gemm == nullptr) return [] { return 0.0; };
-    return [this, ta, tb, r, c, k, pa = a_.data, pb = b_.data, pc = c_.data] {
-      return time_ms([&] { cublas->run(ta, tb, r, c, k, pa, pb, pc, s.E, kBf16 ? 14 : 2); });
-    };
-  }
-  void each_raster(const char* kernel, const std::string& variant, double flops,
-                   const std::function<double()>& yardstick, const std::function<void()>& run) {
-    for (const int raster : o.sweep ? std::vector<int>{4, 8, 16} : std::vector<int>{-1}) {
-      hopper::force_raster(raster);
-      report(kernel, variant + (raster < 0 ? "" : " r" + std::to_string(raster)), flops, yardstick, run);
-    }
-    hopper::force_raster(-1);
-  }
-
-  void bench_weights() {
-    const m::Context ctx = context();
-    const int64_t rows = S / s.E;
-    const double up_flops = 2.0 * R * s.d * W;
-    const double down_flops = 2.0 * R * s.d * s.n;
-    const auto up_yardstick = bmm(true, false, W, s.d, rows, d_h, y, d_w_up);
-    each_raster("up_weight", "", up_flops, up_yardstick, [&] {
-      check_status(hopper::up_weight_backward(up_weight_args(kType, false), ctx, nullptr));
-    });
-    each_raster("up_weight", "f32 added", up_flops, up_yardstick, [&] {
-      check_status(hopper::up_weight_backward(up_weight_args(DType::kF32, true), ctx, nullptr));
-    });
-    const auto down_yardstick = bmm(true, false, s.d, s.n, rows, y, a_scaled, d_w_down);
-    each_raster("down_weight", "", down_flops, down_yardstick, [&] {
-      check_status(hopper::down_weight_backward(down_weight_args(kType, false), ctx, nullptr));
-    });
-    each_raster("down_weight", "f32 added", down_flops, down_yardstick, [&] {
-      check_status(hopper::down_weight_backward(down_weight_args(DType::kF32, true), ctx, nullptr));
-    });
-  }
-  void bench_weights_alone() {
-    fill(d_h.as<Element>(), R * W, 11, 1.0F);
-    fill(a_scaled.as<Element>(), R * s.n, 12, 1.0F);
-    fill(y.as<Element>(), S * s.d, 9, 1.0F);  // stands for gathered rows
-    for (const DType type : {kType, DType::kF32}) check_weights(type, type == DType::kF32);
-    bench_weights();
   }
 
   /// Plans in turns with the yardstick of the same product.
@@ -1101,153 +1022,87 @@ struct Problem {
             kernel, c.name.c_str(), ms, *std::min_element(c.ms.begin(), c.ms.end()),
             *std::max_element(c.ms.begin(), c.ms.end()), flops / ms * 1e-9, yardstick / ms, middle_of(c.ghz),
             cycles * 1e-6, flops / 132 / 4096 / cycles);
-        write_row("hopper_turns", kernel, c.name, ms, flops / ms * 1e-9, flops / yardstick * 1e-9);
+        write_row(kernel, c.name, ms, flops / ms * 1e-9, flops / yardstick * 1e-9);
       }
       std::fflush(stdout);
     };
-    const auto contestant = [&](const std::string& name, int tile, int by_expert, int raster, auto call) {
-      return Contestant{name,
-                        [=] {
-                          hopper::force_rows_tile(tile);
-                          hopper::force_up_tile(tile);
-                          hopper::force_by_expert(by_expert);
-                          hopper::force_raster(raster);
-                          check_status(call());
-                          hopper::force_rows_tile(-1);
-                          hopper::force_up_tile(-1);
-                          hopper::force_by_expert(-1);
-                          hopper::force_raster(-1);
-                        },
-                        {},
-                        {}};
-    };
-    const auto cublas_turn = [&](bool transpose_b, int64_t cols, int64_t k, const Buffer& left,
-                                 const Buffer& right, const Buffer& out) {
-      return Contestant{"cuBLAS",
-                        [=, this, l = left.data, r = right.data, c = out.data] {
-                          cublas->run(false, transpose_b, S / s.E, cols, k, l, r, c, s.E, type);
-                        },
-                        {},
-                        {}};
-    };
-    if (wants("up")) {
-      const auto both = [=, this] { return hopper::up_forward(up_args(true, true), ctx, nullptr); };
-      const auto a_alone = [=, this] { return hopper::up_forward(up_args(false, true), ctx, nullptr); };
-      std::vector<Contestant> list = {cublas_turn(true, W, s.d, y, w_up, h)};
-      // Plans as tile.by_expert.raster, -1 for the rule.
-      const char* plans = std::getenv("MOESTRO_LAB_PLANS");
-      std::istringstream words(plans != nullptr ? plans : "-1.-1.-1 0.0.-1 0.1.-1 1.0.-1 1.1.-1");
-      for (std::string word; words >> word;) {
-        int tile = -1, by_expert = -1, raster = -1;
-        std::sscanf(word.c_str(), "%d.%d.%d", &tile, &by_expert, &raster);
-        list.push_back(contestant(word, tile, by_expert, raster, both));
+    // cuBLAS, then the plans that `variable` names, of the kernel whose tile `force_tile` sets.
+    const auto contestants = [&](auto product, const char* variable, const char* otherwise,
+                                 void (*force_tile)(int), auto call) {
+      std::vector<Contestant> list = {{"cuBLAS", product, {}, {}}};
+      for (const TriedPlan& plan : tried_plans(variable, otherwise)) {
+        list.push_back(
+            {plan.name, [=] { with_plan(plan, force_tile, [&] { check_status(call()); }); }, {}, {}});
       }
-      list.push_back(contestant("A alone", -1, -1, -1, a_alone));
-      run_turns("up", 2.0 * R * s.d * W, list);
+      return list;
+    };
+    const auto by_rows = [&](bool transpose_b, int64_t cols, int64_t k, const Buffer& left,
+                             const Buffer& right, const Buffer& out) {
+      return [=, this, l = left.data, r = right.data, c = out.data] {
+        cublas->run(false, transpose_b, S / s.E, cols, k, l, r, c, s.E, type);
+      };
+    };
+    const auto by_weight = [&](int64_t rows, int64_t cols, const Buffer& left, const Buffer& right,
+                               const Buffer& out) {
+      return [=, this, l = left.data, r = right.data, c = out.data] {
+        cublas->run(true, false, rows, cols, S / s.E, l, r, c, s.E, type);
+      };
+    };
+    const double up_flops = 2.0 * R * s.d * W;
+    const double down_flops = 2.0 * R * s.d * s.n;
+    struct Outputs {
+      const char* name;
+      bool h, a;
+    };
+    for (const auto& [name, with_h, with_a] :
+         {Outputs{"up", true, true}, Outputs{"up_h", true, false}, Outputs{"up_a", false, true}}) {
+      if (!wants(name)) continue;
+      auto list = contestants(
+          by_rows(true, W, s.d, y, w_up, h), "MOESTRO_LAB_UP_PLANS", "0.0.-1 0.1.-1 1.0.-1 1.1.-1 2.0.-1",
+          hopper::force_up_tile,
+          [=, this, h = with_h, a = with_a] { return hopper::up_forward(up_args(h, a), ctx, nullptr); });
+      run_turns(name, up_flops, list);
     }
-    const auto add_plans = [&](std::vector<Contestant>& list, auto call) {
-      const char* plans = std::getenv("MOESTRO_LAB_ROWS_PLANS");
-      std::istringstream words(plans != nullptr ? plans : "1.0.-1 1.1.-1 2.0.-1 2.1.-1");
-      for (std::string word; words >> word;) {
-        int tile = -1, by_expert = -1, raster = -1;
-        std::sscanf(word.c_str(), "%d.%d.%d", &tile, &by_expert, &raster);
-        list.push_back(contestant(word, tile, by_expert, raster, call));
-      }
-    };
+    const char* const rows_plans = "1.0.-1 1.1.-1 2.0.-1 2.1.-1";
     if (wants("down")) {
-      std::vector<Contestant> list = {cublas_turn(true, s.d, s.n, a, w_down, d_x)};
-      add_plans(list, [=, this] { return hopper::down_forward(down_args(), ctx, nullptr); });
-      run_turns("down", 2.0 * R * s.d * s.n, list);
+      auto list = contestants(by_rows(true, s.d, s.n, a, w_down, d_x), "MOESTRO_LAB_ROWS_PLANS", rows_plans,
+                              hopper::force_rows_tile,
+                              [=, this] { return hopper::down_forward(down_args(), ctx, nullptr); });
+      run_turns("down", down_flops, list);
     }
     if (wants("down_backward")) {
-      const auto call = [=, this] { return hopper::down_backward(down_backward_args(), ctx, nullptr); };
-      std::vector<Contestant> list = {cublas_turn(false, s.n, s.d, y, w_down, a)};
-      for (int tile = 0; tile < hopper::kNumDownBackwardTiles; ++tile) {
-        for (const int by_expert : {0, 1}) {
-          Contestant c =
-              contestant(kDownBackwardTiles[tile] + std::string(by_expert ? ", experts" : ", bands"), -1,
-                         by_expert, -1, call);
-          c.run = [run = c.run, tile] {
-            hopper::force_down_backward_tile(tile);
-            run();
-            hopper::force_down_backward_tile(-1);
-          };
-          list.push_back(c);
-        }
-      }
-      run_turns("down_backward", 2.0 * R * s.d * s.n, list);
+      auto list =
+          contestants(by_rows(false, s.n, s.d, y, w_down, a), "MOESTRO_LAB_DOWN_BACKWARD_PLANS",
+                      "0.0.-1 0.1.-1 1.0.-1 1.1.-1 2.0.-1 2.1.-1", hopper::force_down_backward_tile,
+                      [=, this] { return hopper::down_backward(down_backward_args(), ctx, nullptr); });
+      run_turns("down_backward", down_flops, list);
     }
     if (wants("up_backward")) {
-      std::vector<Contestant> list = {cublas_turn(false, s.d, W, d_h, w_up, y)};
-      add_plans(list, [=, this] { return hopper::up_backward(up_backward_args(), ctx, nullptr); });
-      run_turns("up_backward", 2.0 * R * s.d * W, list);
+      auto list = contestants(by_rows(false, s.d, W, d_h, w_up, y), "MOESTRO_LAB_ROWS_PLANS", rows_plans,
+                              hopper::force_rows_tile,
+                              [=, this] { return hopper::up_backward(up_backward_args(), ctx, nullptr); });
+      run_turns("up_backward", up_flops, list);
     }
-    const auto weight_turns = [&](const char* kernel, int64_t rows, int64_t cols, const Buffer& left,
-                                  const Buffer& right, const Buffer& out, auto call) {
-      std::vector<Contestant> list = {{"cuBLAS",
-                                       [=, this, l = left.data, r = right.data, c = out.data] {
-                                         cublas->run(true, false, rows, cols, S / s.E, l, r, c, s.E, type);
-                                       },
-                                       {},
-                                       {}}};
-      for (int tile = 0; tile < hopper::kNumWeightTiles; ++tile) {
-        list.push_back({tile == 0 ? "256x192" : "128x256",
-                        [=] {
-                          hopper::force_weight_tile(tile);
-                          check_status(call());
-                          hopper::force_weight_tile(-1);
-                        },
-                        {},
-                        {}});
-      }
-      run_turns(kernel, 2.0 * R * rows * cols, list);
-    };
+    const bool into_f32 = std::getenv("MOESTRO_LAB_F32") != nullptr;
+    const DType grad_type = into_f32 ? DType::kF32 : kType;
+    const char* const weight_plans = "0.-1.-1 1.-1.-1";
     if (wants("up_weight")) {
-      weight_turns("up_weight", W, s.d, d_h, y, d_w_up, [=, this] {
-        return hopper::up_weight_backward(up_weight_args(kType, false), ctx, nullptr);
-      });
+      auto list =
+          contestants(by_weight(W, s.d, d_h, y, d_w_up), "MOESTRO_LAB_WEIGHT_PLANS", weight_plans,
+                      hopper::force_weight_tile, [=, this] {
+                        return hopper::up_weight_backward(up_weight_args(grad_type, into_f32), ctx, nullptr);
+                      });
+      run_turns("up_weight", up_flops, list);
     }
     if (wants("down_weight")) {
       fill(a_scaled.as<Element>(), R * s.n, 12, 1.0F);
-      weight_turns("down_weight", s.d, s.n, y, a_scaled, d_w_down, [=, this] {
-        return hopper::down_weight_backward(down_weight_args(kType, false), ctx, nullptr);
-      });
+      auto list = contestants(by_weight(s.d, s.n, y, a_scaled, d_w_down), "MOESTRO_LAB_WEIGHT_PLANS",
+                              weight_plans, hopper::force_weight_tile, [=, this] {
+                                return hopper::down_weight_backward(down_weight_args(grad_type, into_f32),
+                                                                    ctx, nullptr);
+                              });
+      run_turns("down_weight", down_flops, list);
     }
-  }
-
-  void bench() {
-    const m::Context ctx = context();
-    const int64_t rows = S / s.E;
-    const double up_flops = 2.0 * R * s.d * W;
-    const double down_flops = 2.0 * R * s.d * s.n;
-    using Run = std::function<void()>;
-    const auto each_tile = [&](const char* kernel, double flops, const std::function<double()>& yardstick,
-                               const Run& run) {
-      const char* names[] = {"128x128 pp", "128x192 pp", "128x256 co"};
-      for (int tile = o.sweep ? 0 : 1; tile < hopper::kNumRowsTiles; ++tile) {
-        hopper::force_rows_tile(tile);
-        each_raster(kernel, names[tile], flops, yardstick, run);
-      }
-      hopper::force_rows_tile(-1);
-    };
-    fill(y.as<Element>(), S * s.d, 9, 1.0F);  // stands for gathered rows
-    each_raster("up", "h and a", up_flops, bmm(false, true, rows, W, s.d, y, w_up, h),
-                [&] { check_status(hopper::up_forward(up_args(true, true), ctx, nullptr)); });
-    each_raster("up", "a alone", up_flops, bmm(false, true, rows, W, s.d, y, w_up, d_h),
-                [&] { check_status(hopper::up_forward(up_args(false, true), ctx, nullptr)); });
-    each_tile("down", down_flops, bmm(false, true, rows, s.d, s.n, a, w_down, d_x),
-              [&] { check_status(hopper::down_forward(down_args(), ctx, nullptr)); });
-    fill(y.as<Element>(), S * s.d, 9, 1.0F);
-    for (int tile = o.sweep ? 0 : -1; tile < (o.sweep ? hopper::kNumDownBackwardTiles : 0); ++tile) {
-      hopper::force_down_backward_tile(tile);
-      each_raster("down_backward", tile < 0 ? "" : kDownBackwardTiles[tile], down_flops,
-                  bmm(false, false, rows, s.n, s.d, y, w_down, a),
-                  [&] { check_status(hopper::down_backward(down_backward_args(), ctx, nullptr)); });
-    }
-    hopper::force_down_backward_tile(-1);
-    each_tile("up_backward", up_flops, bmm(false, false, rows, s.d, W, d_h, w_up, d_x),
-              [&] { check_status(hopper::up_backward(up_backward_args(), ctx, nullptr)); });
-    bench_weights();
   }
 };
 
@@ -1257,11 +1112,11 @@ static void run(const Shape& shape, const Options& options, Cublas* cublas) {
 }
 
 int main(int argc, char** argv) {
-  if (argc < 2) {
-    std::printf("usage: hopper_lab check | bench SHAPE... | sweep SHAPE...\n");
+  const std::string mode = argc < 2 ? "" : argv[1];
+  if (mode != "check" && mode != "samples" && mode != "turns" && mode != "profile") {
+    std::printf("usage: hopper_lab check | samples SHAPE... | turns SHAPE... | profile SHAPE...\n");
     return 1;
   }
-  const std::string mode = argv[1];
   Cublas cublas;
   if (mode == "check") {
     using K = m::ActivationKind;
@@ -1313,11 +1168,7 @@ int main(int argc, char** argv) {
     }
   } else {
     Options options;
-    options.bench = true;
-    options.sweep = mode == "sweep";
     options.profile = mode == "profile";
-    options.unchecked = mode == "time";
-    options.weights = mode == "weights";
     options.turns = mode == "turns";
     if (std::getenv("MOESTRO_LAB_OAI") != nullptr) {
       options.activation.kind = m::ActivationKind::kSwiGLUOAI;
@@ -1331,7 +1182,6 @@ int main(int argc, char** argv) {
       bool wanted = false;
       for (int i = 2; i < argc; ++i) {
         wanted = wanted || std::strcmp(argv[i], shape.name) == 0 || std::strcmp(argv[i], "all") == 0;
-        if (std::strcmp(argv[i], "zipf") == 0) options.routing = Routing::kZipf;
       }
       if (wanted) run<__nv_bfloat16>(shape, options, &cublas);
     }

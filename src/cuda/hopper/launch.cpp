@@ -46,11 +46,9 @@ Status make_map(const char* name, void* data, DType dtype, const MapShape& shape
   const CUtensorMapDataType type = dtype == DType::kBF16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                    : dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                           : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-  const CUtensorMapSwizzle swizzle =
-      shape.box[0] * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE;
-  const CUresult result =
-      encode(map, type, 4, data, extent, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(map, type, 4, data, extent, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     return Status::error(StatusCode::kDeviceError,
                          "%s: cuTensorMapEncodeTiled returned %d for extents %lld %lld %lld %lld", name,
@@ -61,26 +59,23 @@ Status make_map(const char* name, void* data, DType dtype, const MapShape& shape
   return {};
 }
 
-Status make_rows_map(const char* name, const TensorView& rows, int planes, int box_rows, CUtensorMap* map,
-                     int box_cols) {
+Status make_rows_map(const char* name, const TensorView& rows, int planes, int box_rows, CUtensorMap* map) {
   const std::int64_t cols = rows.extent[1] / planes;
   // One row may have any stride.
   const std::int64_t stride = rows.extent[0] > 1 ? rows.stride[0] : rows.extent[1];
-  const MapShape shape{
-      {cols, planes, rows.extent[0], 1},
-      {cols, stride, stride * rows.extent[0]},
-      {box_cols > 0 ? box_cols : static_cast<int>(128 / dtype_bytes(rows.dtype)), 1, box_rows, 1}};
+  const MapShape shape{{cols, planes, rows.extent[0], 1},
+                       {cols, stride, stride * rows.extent[0]},
+                       {static_cast<int>(128 / dtype_bytes(rows.dtype)), 1, box_rows, 1}};
   return make_map(name, rows.data, rows.dtype, shape, map);
 }
 
-Status make_rows_output(const char* name, const TensorView& rows, int planes, RowsOutput* output,
-                        int box_cols) {
+Status make_rows_output(const char* name, const TensorView& rows, int planes, RowsOutput* output) {
   output->data = nullptr;
   if (!rows.present()) return {};
   output->data = rows.data;
   output->stride = rows.stride[0];
   output->cols = static_cast<int>(rows.extent[1] / planes);
-  return make_rows_map(name, rows, planes, kLinesOfSlab, &output->map, box_cols);
+  return make_rows_map(name, rows, planes, kLinesOfSlab, &output->map);
 }
 
 Status make_weight_map(const char* name, const TensorView& weight, int planes, GateLayout layout,

@@ -19,15 +19,12 @@ struct MapShape {
   int box[4];
 };
 
-/// A map of `data`: in the 128-byte swizzle where box[0] elements are 128 bytes, else line after line.
+/// A map of `data` in the 128-byte swizzle; box[0] elements are 128 bytes.
 Status make_map(const char* name, void* data, DType dtype, const MapShape& shape, CUtensorMap* map);
 
-/// A [rows, planes * cols] tensor of routed rows, in boxes of `box_cols` (0: 128 bytes) columns of one plane
-/// x `box_rows` rows.
-Status make_rows_map(const char* name, const TensorView& rows, int planes, int box_rows, CUtensorMap* map,
-                     int box_cols = 0);
-Status make_rows_output(const char* name, const TensorView& rows, int planes, RowsOutput* output,
-                        int box_cols = 0);
+/// A [rows, planes * cols] tensor of routed rows, in boxes of 128 bytes of one plane x `box_rows` rows.
+Status make_rows_map(const char* name, const TensorView& rows, int planes, int box_rows, CUtensorMap* map);
+Status make_rows_output(const char* name, const TensorView& rows, int planes, RowsOutput* output);
 
 /// A weight [E, planes * rows, cols] in boxes of box_planes x box_rows x 128 bytes.
 Status make_weight_map(const char* name, const TensorView& weight, int planes, GateLayout layout,

@@ -16,6 +16,12 @@ Walk forced_or(const Walk& rule) {
   const int by_expert = forced_by_expert;
   return {plan_raster(rule.raster), by_expert >= 0 ? by_expert != 0 : rule.by_expert};
 }
+
+/// Does an expert's weight (of 16 bits) take so much of L2 that the bands of rows that follow each other read
+/// it from memory again?
+bool weight_fills_l2(std::int64_t k, std::int64_t cols) {
+  return k * cols >= 12'500'000;
+}
 }  // namespace
 
 void force_rows_tile(int tile) {
@@ -44,43 +50,42 @@ int plan_raster(int rule) {
 
 Plan plan_rows(std::int64_t k, std::int64_t cols) {
   // A long sum hides the cooperative tile's epilogue, and its operands cost less of the L2's bandwidth; else
-  // ping-pong wins, the more so where its 192 columns divide the output's. Fitted to
-  // bench/results/hopper_kernels.jsonl.
-  const bool cooperative = k >= 4096 || (k >= 2048 && cols % 192 != 0);
+  // ping-pong wins, and always where its 192 columns divide the output's and 256 do not. Fitted to
+  // bench/results/hopper_turns.jsonl, as all that follows.
+  const bool narrow = cols % 192 == 0;
+  const bool cooperative = k >= (narrow ? 4096 : 2048) && !(narrow && cols % 256 != 0);
   const RowsTile rule = cooperative ? RowsTile::kCooperative256 : RowsTile::kPingPong192;
-  // Where L2 does not hold an expert's weight, bands across experts read it again.
-  const bool by_expert = k * cols >= 25'000'000;
   const int tile = forced_rows_tile;
-  return {tile >= 0 && tile < kNumRowsTiles ? static_cast<RowsTile>(tile) : rule, forced_or({8, by_expert})};
+  const bool by_expert = weight_fills_l2(k, cols);
+  const int raster = by_expert || (k <= 2048 && cols >= 2048) ? 16 : 8;
+  return {tile >= 0 && tile < kNumRowsTiles ? static_cast<RowsTile>(tile) : rule,
+          forced_or({raster, by_expert})};
 }
 
-UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated, bool both) {
-  // A short sum does not hide what follows it. Ping-pong does, but it loads more for each product, and its
-  // columns, 88 of gate and 88 of up, seldom divide n; a finisher does from d = 1536 on, with a shorter ring,
-  // which costs more than it gains where sums are long (docs/benchmarking.md).
-  const auto padded = [&](std::int64_t tile) { return (cols + tile - 1) / tile * tile; };
-  UpTile rule = UpTile::kCooperative256;
-  if (gated && k <= 1024 && padded(88) * 20 <= padded(128) * 21) rule = UpTile::kPingPong176;
-  if (gated && both && k > 1024 && k < 4096) rule = UpTile::kFinisher256;
-  const int forced = forced_up_tile;
-  const UpTile tile = forced >= 0 && forced < kNumUpTiles ? static_cast<UpTile>(forced) : rule;
-  // Expert by expert an expert's weight is read from memory once, but bands are shorter and finding a tile
-  // takes longer: it pays where d is large.
-  return {tile, forced_or({tile == UpTile::kFinisher256 ? 16 : 8, k >= 4096})};
+UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated, bool has_finisher) {
+  // A finisher hides what follows a sum, with a shorter ring, which costs more than it gains where sums are
+  // long.
+  const UpTile rule = has_finisher && k < 4096 ? UpTile::kFinisher256 : UpTile::kCooperative256;
+  const int tile = forced_up_tile;
+  // Expert by expert an expert's weight is read from memory once, but finding a tile takes longer: it pays
+  // where d is large.
+  const int raster = k <= 1024 && (gated ? 2 : 1) * k * cols >= 8'000'000 ? 32 : 16;
+  return {tile >= 0 && tile < kNumUpTiles ? static_cast<UpTile>(tile) : rule, forced_or({raster, k >= 4096})};
 }
 
 DownBackwardPlan plan_down_backward(std::int64_t k, std::int64_t cols, bool before) {
   using enum DownBackwardTile;
-  if (before) return {kFinisherAhead256, forced_or({4, false})};
+  const bool large = weight_fills_l2(k, cols);
+  const Walk walk = forced_or({large ? 16 : k >= 2048 ? 8 : 4, large && k >= 4096});
+  if (before) return {kFinisherAhead256, walk};
   // The wide tile moves fewer bytes; its finisher hides behind long sums. A last tile that is half empty
-  // costs what it gains. Fitted to bench/results/hopper_kernels.jsonl.
+  // costs what it gains.
   const std::int64_t wide = (cols + 255) / 256 * 256;
   const std::int64_t narrow = (cols + 127) / 128 * 128;
   DownBackwardTile rule = k < 1536 ? kFinisherAhead256 : kFinisher256;
   if (wide * 100 > narrow * 112) rule = kPingPong128;
   const int tile = forced_down_backward_tile;
-  return {tile >= 0 && tile < kNumDownBackwardTiles ? static_cast<DownBackwardTile>(tile) : rule,
-          forced_or({4, false})};
+  return {tile >= 0 && tile < kNumDownBackwardTiles ? static_cast<DownBackwardTile>(tile) : rule, walk};
 }
 
 WeightTile plan_weight(std::int64_t num_experts, std::int64_t routed, std::int64_t gathered,

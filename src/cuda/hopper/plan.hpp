@@ -13,11 +13,10 @@ struct Walk {
 
 /// Tile of a product whose output has one row a routed row (down's forward, up's backward).
 enum class RowsTile : std::uint8_t {
-  kPingPong128,     ///< 128 x 128, a consumer warpgroup a tile
-  kPingPong192,     ///< 128 x 192, likewise
+  kPingPong192,     ///< 128 x 192, a consumer warpgroup a tile
   kCooperative256,  ///< 128 x 256, both consumer warpgroups on one tile
 };
-constexpr int kNumRowsTiles = 3;
+constexpr int kNumRowsTiles = 2;
 
 struct Plan {
   RowsTile rows_tile;
@@ -27,25 +26,21 @@ struct Plan {
 /// `k` is the length of the sum, `cols` the width of the output.
 Plan plan_rows(std::int64_t k, std::int64_t cols);
 
-/// Tile of up's forward. Gated: half of its columns are gate, the other half the up of the same columns.
+/// Tile of up's forward, 128 x 256, both consumer warpgroups on one. Gated: half of its columns are gate, the
+/// other half the up of the same columns.
 enum class UpTile : std::uint8_t {
-  kCooperative256,  ///< 128 x 256, both consumer warpgroups on one tile
-  kPingPong176,     ///< 128 x 176, a consumer warpgroup a tile; not for all activations (up.cu)
-  kFinisher256,     ///< 128 x 256, with a fourth warpgroup for the activation; likewise
+  kCooperative256,
+  kFinisher256,  ///< with a fourth warpgroup for the activation; not for all activations (up.cu)
 };
-constexpr int kNumUpTiles = 3;
-constexpr int up_tile_columns(UpTile tile) {
-  return tile == UpTile::kPingPong176 ? 176 : 256;
-}
+constexpr int kNumUpTiles = 2;
 
 struct UpPlan {
   UpTile tile;
   Walk walk;
 };
 
-/// `k` is d, `cols` n; `gated`: gate and up, of a kind that has kernels of its own; `both`: H and A are
-/// written.
-UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated, bool both = true);
+/// `k` is d, `cols` n; `has_finisher`: for this activation.
+UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated, bool has_finisher);
 
 /// Tile of down's backward.
 enum class DownBackwardTile : std::uint8_t {

@@ -15,17 +15,15 @@ using LoadWeightAlongK = LoadWeightRows<kN, 1>;
 template <class Element_, template <int> class LoadB_, RowsTile kTile>
 struct RowsKernel {
   using Element = Element_;
-  static constexpr bool kPingPong = kTile != RowsTile::kCooperative256;
-  static constexpr int kN = kTile == RowsTile::kPingPong128   ? 128
-                            : kTile == RowsTile::kPingPong192 ? 192
-                                                              : 256;
-  static constexpr int kStages = kTile == RowsTile::kPingPong128 ? 5 : 4;
+  static constexpr bool kPingPong = kTile == RowsTile::kPingPong192;
+  static constexpr int kN = kPingPong ? 192 : 256;
+  static constexpr int kStages = 4;
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
   using Schedule = RowTiles;
   using LoadA = LoadRows;
   using LoadB = LoadB_<kN>;
-  using Epilogue = StoreRows<Element, kN, kTile == RowsTile::kCooperative256 ? 2 : 4>;
+  using Epilogue = StoreRows<Element, kN, kPingPong ? 4 : 2>;
 };
 
 /// Fills in what depends on the tile, and launches. `weight_box_rows(tile_n)` gives the box of operand B.
@@ -50,12 +48,8 @@ Status launch_rows(const char* name, Parameters& p, const TensorView& weight, in
     return launch_rows_tile<Element, LoadB, kTile>(name, p, weight, planes, layout, num_slots, index,
                                                    plan.walk, ctx, stream);
   };
-  switch (plan.rows_tile) {
-    case RowsTile::kPingPong128: return run.template operator()<RowsTile::kPingPong128>();
-    case RowsTile::kPingPong192: return run.template operator()<RowsTile::kPingPong192>();
-    case RowsTile::kCooperative256: break;
-  }
-  return run.template operator()<RowsTile::kCooperative256>();
+  return plan.rows_tile == RowsTile::kPingPong192 ? run.template operator()<RowsTile::kPingPong192>()
+                                                  : run.template operator()<RowsTile::kCooperative256>();
 }
 
 }  // namespace moestro::cuda::hopper

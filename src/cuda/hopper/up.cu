@@ -10,28 +10,30 @@
 namespace moestro::cuda::hopper {
 namespace {
 
-template <class Element_, ActivationFamily kFamily, UpTile kTile>
-struct UpKernel {
+constexpr int kTileN = 256;
+
+/// Both consumer warpgroups on one tile.
+template <class Element_, ActivationFamily kFamily>
+struct CooperativeKernel {
   using Element = Element_;
-  static constexpr int kN = up_tile_columns(kTile);
+  static constexpr int kN = kTileN;
   static constexpr int kStages = 4;
-  static constexpr bool kPingPong = kTile == UpTile::kPingPong176;
-  static constexpr int kProducerRegisters = kPingPong ? 72 : 56;
+  static constexpr bool kPingPong = false;
+  static constexpr int kProducerRegisters = 56;
   // With 224 the gated kinds' kernel keeps so many addresses from tile to tile that it spills.
-  static constexpr int kConsumerRegisters = kPingPong ? 216 : kFamily == ActivationFamily::kGated ? 208 : 224;
+  static constexpr int kConsumerRegisters = kFamily == ActivationFamily::kGated ? 208 : 224;
   using Schedule = RowTiles;
   using LoadA = GatherRows<Element>;
   using LoadB = LoadWeightRows<kN, kPlanesOf<kFamily>>;
-  using Epilogue = std::conditional_t<kPingPong, StoreActivatedBlock<Element, kN, kFamily>,
-                                      StoreActivated<Element, 256, kFamily, 2>>;
+  using Epilogue = StoreActivated<Element, kN, kFamily, 2>;
 };
 
-/// 128 x 256, with a finisher that makes A of H.
+/// With a finisher that makes A of H.
 template <class Element_, ActivationFamily kFamily>
 struct FinisherKernel {
   using Element = Element_;
   using Epilogue = FinishActivated<Element, kFamily>;
-  static constexpr int kN = Epilogue::kN;
+  static constexpr int kN = kTileN;
   static constexpr int kStages = 3;
   static constexpr bool kPingPong = false;
   static constexpr int kProducerRegisters = 56;  ///< of 512 for a thread of each of four warpgroups
@@ -61,12 +63,9 @@ Status launch_up(ActivationFamily family, UpTile tile, Parameters& p, std::int64
                     stream, kThreadsOf<Kernel>);
     };
     if constexpr (!kAnyOfTheKind<kFamily>) {
-      if (tile == UpTile::kPingPong176) {
-        return run.template operator()<UpKernel<Element, kFamily, UpTile::kPingPong176>>();
-      }
       if (tile == UpTile::kFinisher256) return run.template operator()<FinisherKernel<Element, kFamily>>();
     }
-    return run.template operator()<UpKernel<Element, kFamily, UpTile::kCooperative256>>();
+    return run.template operator()<CooperativeKernel<Element, kFamily>>();
   });
 }
 
@@ -99,13 +98,10 @@ Status up_forward(const UpForwardArgs& args, const Context& ctx, cudaStream_t st
 
   const ActivationFamily family = kernel_family(args);
   const bool any_kind = family == ActivationFamily::kGated || family == ActivationFamily::kUngated;
-  UpPlan plan = plan_up(d, n, planes == 2 && !any_kind, args.h.present() && args.a.present());
-  if (any_kind) plan.tile = UpTile::kCooperative256;
-  const int columns = up_tile_columns(plan.tile);
-  const int store_columns = plan.tile == UpTile::kPingPong176 ? columns / 2 : 0;
+  const UpPlan plan = plan_up(d, n, planes == 2, !any_kind);
 
   Parameters p{};
-  set_row_tiles(args.index, ceil_div(n, columns / planes), plan.walk, &p);
+  set_row_tiles(args.index, ceil_div(n, kTileN / planes), plan.walk, &p);
   p.source = args.x.data;
   p.source_stride = args.x.stride[0];
   p.source_cols = static_cast<int>(d);
@@ -117,10 +113,10 @@ Status up_forward(const UpForwardArgs& args, const Context& ctx, cudaStream_t st
   p.bias_after_scale = before;
   p.row_weights = before ? static_cast<const float*>(args.row_weights.data) : nullptr;
   set_up_bias(args.b_up, planes, args.gate_layout, &p);
-  MOESTRO_RETURN_IF_ERROR(make_rows_output("up_forward: h", args.h, planes, &p.rows_out, store_columns));
-  MOESTRO_RETURN_IF_ERROR(make_rows_output("up_forward: a", args.a, 1, &p.rows_out_a, store_columns));
+  MOESTRO_RETURN_IF_ERROR(make_rows_output("up_forward: h", args.h, planes, &p.rows_out));
+  MOESTRO_RETURN_IF_ERROR(make_rows_output("up_forward: a", args.a, 1, &p.rows_out_a));
   MOESTRO_RETURN_IF_ERROR(
-      make_weight_map("up_forward: w_up", args.w_up, planes, args.gate_layout, 1, columns / 2, &p.b));
+      make_weight_map("up_forward: w_up", args.w_up, planes, args.gate_layout, 1, kTileN / 2, &p.b));
 
   const std::int64_t count = max_tiles(num_slots, args.w_up.extent[0]) * p.n_tiles;
   return args.x.dtype == DType::kBF16 ? launch_up<__nv_bfloat16>(family, plan.tile, p, count, ctx, stream)

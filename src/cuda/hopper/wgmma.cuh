@@ -62,8 +62,6 @@ __device__ __forceinline__ void pin(float (&values)[kCount]) {
 #define MOESTRO_NAMES_3                                                                                    \
   "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%" \
   "117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define MOESTRO_NAMES_2_24 \
-  "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87"
 #define MOESTRO_BIND_8(d, i)                                                                  \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -71,13 +69,10 @@ __device__ __forceinline__ void pin(float (&values)[kCount]) {
   MOESTRO_BIND_8(d, i), MOESTRO_BIND_8(d, i + 8), MOESTRO_BIND_8(d, i + 16), MOESTRO_BIND_8(d, i + 24)
 #define MOESTRO_REGISTERS_32 MOESTRO_NAMES_0
 #define MOESTRO_REGISTERS_64 MOESTRO_NAMES_0 "," MOESTRO_NAMES_1
-#define MOESTRO_REGISTERS_88 MOESTRO_REGISTERS_64 "," MOESTRO_NAMES_2_24
 #define MOESTRO_REGISTERS_96 MOESTRO_REGISTERS_64 "," MOESTRO_NAMES_2
 #define MOESTRO_REGISTERS_128 MOESTRO_REGISTERS_96 "," MOESTRO_NAMES_3
 #define MOESTRO_OPERANDS_32(d) MOESTRO_BIND_32(d, 0)
 #define MOESTRO_OPERANDS_64(d) MOESTRO_BIND_32(d, 0), MOESTRO_BIND_32(d, 32)
-#define MOESTRO_OPERANDS_88(d) \
-  MOESTRO_OPERANDS_64(d), MOESTRO_BIND_8(d, 64), MOESTRO_BIND_8(d, 72), MOESTRO_BIND_8(d, 80)
 #define MOESTRO_OPERANDS_96(d) MOESTRO_OPERANDS_64(d), MOESTRO_BIND_32(d, 64)
 #define MOESTRO_OPERANDS_128(d) MOESTRO_OPERANDS_96(d), MOESTRO_BIND_32(d, 96)
 
@@ -93,17 +88,15 @@ __device__ __forceinline__ void pin(float (&values)[kCount]) {
 /// d = a b, or d += a b where `accumulate` is not 0.
 template <class Element, int kN, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint64_t a, std::uint64_t b, int accumulate) {
-  static_assert(kN == 64 || kN == 128 || kN == 176 || kN == 192 || kN == 256);
+  static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256);
   if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
     if constexpr (kN == 64) MOESTRO_WGMMA(64, "bf16", 32, "%32", "%33", "%34", "%35", "%36");
     if constexpr (kN == 128) MOESTRO_WGMMA(128, "bf16", 64, "%64", "%65", "%66", "%67", "%68");
-    if constexpr (kN == 176) MOESTRO_WGMMA(176, "bf16", 88, "%88", "%89", "%90", "%91", "%92");
     if constexpr (kN == 192) MOESTRO_WGMMA(192, "bf16", 96, "%96", "%97", "%98", "%99", "%100");
     if constexpr (kN == 256) MOESTRO_WGMMA(256, "bf16", 128, "%128", "%129", "%130", "%131", "%132");
   } else {
     if constexpr (kN == 64) MOESTRO_WGMMA(64, "f16", 32, "%32", "%33", "%34", "%35", "%36");
     if constexpr (kN == 128) MOESTRO_WGMMA(128, "f16", 64, "%64", "%65", "%66", "%67", "%68");
-    if constexpr (kN == 176) MOESTRO_WGMMA(176, "f16", 88, "%88", "%89", "%90", "%91", "%92");
     if constexpr (kN == 192) MOESTRO_WGMMA(192, "f16", 96, "%96", "%97", "%98", "%99", "%100");
     if constexpr (kN == 256) MOESTRO_WGMMA(256, "f16", 128, "%128", "%129", "%130", "%131", "%132");
   }
@@ -131,18 +124,15 @@ __device__ __forceinline__ float (&accumulators_of(float (&d)[kCount], int first
 
 #undef MOESTRO_OPERANDS_128
 #undef MOESTRO_OPERANDS_96
-#undef MOESTRO_OPERANDS_88
 #undef MOESTRO_OPERANDS_64
 #undef MOESTRO_OPERANDS_32
 #undef MOESTRO_REGISTERS_128
 #undef MOESTRO_REGISTERS_96
-#undef MOESTRO_REGISTERS_88
 #undef MOESTRO_REGISTERS_64
 #undef MOESTRO_REGISTERS_32
 #undef MOESTRO_BIND_32
 #undef MOESTRO_BIND_8
 #undef MOESTRO_NAMES_3
-#undef MOESTRO_NAMES_2_24
 #undef MOESTRO_NAMES_2
 #undef MOESTRO_NAMES_1
 #undef MOESTRO_NAMES_0
