@@ -28,7 +28,7 @@ def stage_of(name: str, seen: dict[str, int]) -> str:
 
     if any(kernel in name for kernel in ("FinishActivationBackward", "DownBackwardKernel", "GemmDGated")):
         return "down_backward"
-    if any(kernel in name for kernel in ("UpKernel", "FinisherKernel", "GemmGated")):
+    if any(kernel in name for kernel in ("UpKernel", "CooperativeKernel", "FinisherKernel", "GemmGated")):
         return use("up", "up", "up_again")
     if "RowsKernel" in name:
         return "down" if "LoadWeightAlongK" in name else "up_backward"

@@ -37,17 +37,19 @@ BackendUnderTest hopper_backend() {
 TEST(CudaPlanTest, HopperRowsTileFollowsTheSumsLength) {
   using hopper::plan_rows;
   using hopper::RowsTile;
-  // The cooperative tile hides its epilogue under a long sum, the more so where 192 does not divide the
-  // width.
+  // The cooperative tile hides its epilogue under a long sum.
   EXPECT_EQ(plan_rows(256, 1536).rows_tile, RowsTile::kPingPong192);
   EXPECT_EQ(plan_rows(1024, 2048).rows_tile, RowsTile::kPingPong192);
   EXPECT_EQ(plan_rows(2048, 1536).rows_tile, RowsTile::kPingPong192);
+  EXPECT_EQ(plan_rows(2048, 2048).rows_tile, RowsTile::kPingPong192);
+  EXPECT_EQ(plan_rows(2048, 512).rows_tile, RowsTile::kCooperative256);  // 192 columns do not divide it
   EXPECT_EQ(plan_rows(2048, 4096).rows_tile, RowsTile::kCooperative256);
   EXPECT_EQ(plan_rows(4096, 1536).rows_tile, RowsTile::kCooperative256);
   EXPECT_EQ(plan_rows(5760, 2880).rows_tile, RowsTile::kPingPong192);  // 256 columns do not divide it
   // Expert by expert where an expert's weight fills L2.
   EXPECT_TRUE(plan_rows(4096, 4096).walk.by_expert);
   EXPECT_FALSE(plan_rows(2048, 4096).walk.by_expert);
+  EXPECT_FALSE(plan_rows(16384, 2048).walk.by_expert);  // few tiles side by side
 }
 
 TEST(CudaPlanTest, HopperPlansCanBeForced) {
@@ -104,7 +106,7 @@ TEST(CudaPlanTest, HopperDownBackwardTileFollowsTheSumsLength) {
 
 TEST(CudaPlanTest, WalksFollowTheWeightsSize) {
   const Forced forced;
-  EXPECT_FALSE(hopper::plan_up(2048, 1024, true, true).walk.by_expert);
+  EXPECT_FALSE(hopper::plan_up(4096, 1024, true, true).walk.by_expert);
   EXPECT_TRUE(hopper::plan_up(7168, 2048, true, true).walk.by_expert);
   EXPECT_EQ(hopper::plan_up(1024, 1024, true, true).walk.raster, 16);
   EXPECT_EQ(hopper::plan_up(1024, 4096, true, true).walk.raster, 32);

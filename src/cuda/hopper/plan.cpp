@@ -3,6 +3,8 @@
 #include <atomic>
 #include <cmath>
 
+#include "cuda/support.hpp"
+
 namespace moestro::cuda::hopper {
 namespace {
 std::atomic<int> forced_weight_tile{-1};
@@ -50,13 +52,15 @@ int plan_raster(int rule) {
 
 Plan plan_rows(std::int64_t k, std::int64_t cols) {
   // A long sum hides the cooperative tile's epilogue, and its operands cost less of the L2's bandwidth; else
-  // ping-pong wins, and always where its 192 columns divide the output's and 256 do not. Fitted to
+  // ping-pong wins. A tile whose columns divide the output's badly loses. Fitted to
   // bench/results/hopper_turns.jsonl, as all that follows.
-  const bool narrow = cols % 192 == 0;
-  const bool cooperative = k >= (narrow ? 4096 : 2048) && !(narrow && cols % 256 != 0);
-  const RowsTile rule = cooperative ? RowsTile::kCooperative256 : RowsTile::kPingPong192;
+  const auto wider = [&](std::int64_t tile, std::int64_t than) {  // by more than 5 %, to its last tile's end
+    return ceil_div(cols, tile) * tile * 20 > ceil_div(cols, than) * than * 21;
+  };
+  const bool long_sum = k >= 4096 || (k >= 2048 && (wider(192, 256) || k * cols >= 8'000'000));
+  const RowsTile rule = long_sum && !wider(256, 192) ? RowsTile::kCooperative256 : RowsTile::kPingPong192;
   const int tile = forced_rows_tile;
-  const bool by_expert = weight_fills_l2(k, cols);
+  const bool by_expert = weight_fills_l2(k, cols) && cols > 2048;
   const int raster = by_expert || (k <= 2048 && cols >= 2048) ? 16 : 8;
   return {tile >= 0 && tile < kNumRowsTiles ? static_cast<RowsTile>(tile) : rule,
           forced_or({raster, by_expert})};
@@ -70,7 +74,7 @@ UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated, bool has_finisher)
   // Expert by expert an expert's weight is read from memory once, but finding a tile takes longer: it pays
   // where d is large.
   const int raster = k <= 1024 && (gated ? 2 : 1) * k * cols >= 8'000'000 ? 32 : 16;
-  return {tile >= 0 && tile < kNumUpTiles ? static_cast<UpTile>(tile) : rule, forced_or({raster, k >= 4096})};
+  return {tile >= 0 && tile < kNumUpTiles ? static_cast<UpTile>(tile) : rule, forced_or({raster, k > 4096})};
 }
 
 DownBackwardPlan plan_down_backward(std::int64_t k, std::int64_t cols, bool before) {
@@ -80,8 +84,8 @@ DownBackwardPlan plan_down_backward(std::int64_t k, std::int64_t cols, bool befo
   if (before) return {kFinisherAhead256, walk};
   // The wide tile moves fewer bytes; its finisher hides behind long sums. A last tile that is half empty
   // costs what it gains.
-  const std::int64_t wide = (cols + 255) / 256 * 256;
-  const std::int64_t narrow = (cols + 127) / 128 * 128;
+  const std::int64_t wide = ceil_div(cols, 256) * 256;
+  const std::int64_t narrow = ceil_div(cols, 128) * 128;
   DownBackwardTile rule = k < 1536 ? kFinisherAhead256 : kFinisher256;
   if (wide * 100 > narrow * 112) rule = kPingPong128;
   const int tile = forced_down_backward_tile;
@@ -94,8 +98,8 @@ WeightTile plan_weight(std::int64_t num_experts, std::int64_t routed, std::int64
   if (forced >= 0 && forced < kNumWeightTiles) return static_cast<WeightTile>(forced);
   // Time in columns squared: waves x what a tile takes. The small tile loads a third more for each product.
   const auto cost = [&](int tile_routed, int tile_gathered, double slowness) {
-    const double tiles = static_cast<double>(num_experts * ((routed + tile_routed - 1) / tile_routed) *
-                                             ((gathered + tile_gathered - 1) / tile_gathered));
+    const double tiles =
+        static_cast<double>(num_experts * ceil_div(routed, tile_routed) * ceil_div(gathered, tile_gathered));
     const double waves = tiles / multiprocessors;
     return (waves < 4 ? std::ceil(waves) : waves + 0.5) * tile_routed * tile_gathered * slowness;
   };
