@@ -343,35 +343,72 @@ __global__ void stamp_kernel(unsigned long long* stamp) {
   stamp[1] = now;
 }
 
+/// The tiles of a kernel by their numbers, and how one is forced.
+struct Tiles {
+  const char* const* names;
+  int count;
+  void (*force)(int tile);
+};
+template <int kCount, int kNames>
+static constexpr Tiles tiles_of(const char* const (&names)[kNames], void (*force)(int)) {
+  static_assert(kNames == kCount);
+  return {names, kCount, force};
+}
+static constexpr const char* kUpNames[] = {"128x256", "128x256 finisher"};
+static constexpr const char* kRowsNames[] = {"128x192 ping-pong", "128x256"};
+static constexpr const char* kDownBackwardNames[] = {"128x128 ping-pong", "128x256 finisher",
+                                                     "128x256 finisher ahead"};
+static constexpr const char* kWeightNames[] = {"256x192", "128x256"};
+static constexpr Tiles kUpTiles = tiles_of<hopper::kNumUpTiles>(kUpNames, hopper::force_up_tile);
+static constexpr Tiles kRowsTiles = tiles_of<hopper::kNumRowsTiles>(kRowsNames, hopper::force_rows_tile);
+static constexpr Tiles kDownBackwardTiles =
+    tiles_of<hopper::kNumDownBackwardTiles>(kDownBackwardNames, hopper::force_down_backward_tile);
+static constexpr Tiles kWeightTiles =
+    tiles_of<hopper::kNumWeightTiles>(kWeightNames, hopper::force_weight_tile);
+
 /// tile.by_expert.raster, -1 for what the rule takes.
 struct TriedPlan {
-  std::string name;
   int tile = -1;
   int by_expert = -1;
   int raster = -1;
+
+  std::string name(const Tiles& tiles) const {
+    std::string name = tile < 0 ? "rule" : tiles.names[tile];
+    if (raster >= 0) name += " r" + std::to_string(raster);
+    if (by_expert >= 0) name += by_expert == 1 ? ", by expert" : ", in bands";
+    return name;
+  }
 };
 
-/// The plans that the environment's `variable` lists, or else those of `otherwise`.
-static std::vector<TriedPlan> tried_plans(const char* variable, const char* otherwise) {
-  const char* value = std::getenv(variable);
-  std::istringstream words(value != nullptr ? value : otherwise);
+/// The plans that the environment's `variable` lists, or else the rule and every tile.
+static std::vector<TriedPlan> tried_plans(const char* variable, const Tiles& tiles) {
   std::vector<TriedPlan> plans;
-  for (TriedPlan plan; words >> plan.name; plans.push_back(plan)) {
-    if (std::sscanf(plan.name.c_str(), "%d.%d.%d", &plan.tile, &plan.by_expert, &plan.raster) != 3) {
-      std::printf("%s: %s is not tile.by_expert.raster\n", variable, plan.name.c_str());
+  const char* value = std::getenv(variable);
+  if (value == nullptr) {
+    for (int tile = -1; tile < tiles.count; ++tile) plans.push_back({tile});
+    return plans;
+  }
+  std::istringstream words(value);
+  for (std::string word; words >> word;) {
+    TriedPlan plan;
+    if (std::sscanf(word.c_str(), "%d.%d.%d", &plan.tile, &plan.by_expert, &plan.raster) != 3 ||
+        plan.tile < -1 || plan.tile >= tiles.count) {
+      std::printf("%s: %s is not tile.by_expert.raster with one of %d tiles\n", variable, word.c_str(),
+                  tiles.count);
       std::exit(2);
     }
+    plans.push_back(plan);
   }
   return plans;
 }
 
 template <class Call>
-static void with_plan(const TriedPlan& plan, void (*force_tile)(int), Call call) {
-  force_tile(plan.tile);
+static void with_plan(const TriedPlan& plan, const Tiles& tiles, Call call) {
+  tiles.force(plan.tile);
   hopper::force_by_expert(plan.by_expert);
   hopper::force_raster(plan.raster);
   call();
-  force_tile(-1);
+  tiles.force(-1);
   hopper::force_by_expert(-1);
   hopper::force_raster(-1);
 }
@@ -944,8 +981,8 @@ struct Problem {
   void profile() {
     const m::Context ctx = context();
     if (std::getenv("MOESTRO_LAB_ROWS_PLANS") != nullptr) {  // down and dX~, a plan after the other
-      for (const TriedPlan& plan : tried_plans("MOESTRO_LAB_ROWS_PLANS", "")) {
-        with_plan(plan, hopper::force_rows_tile, [&] {
+      for (const TriedPlan& plan : tried_plans("MOESTRO_LAB_ROWS_PLANS", kRowsTiles)) {
+        with_plan(plan, kRowsTiles, [&] {
           check_status(hopper::down_forward(down_args(), ctx, nullptr));
           check_status(hopper::up_backward(up_backward_args(), ctx, nullptr));
         });
@@ -964,7 +1001,7 @@ struct Problem {
 
   /// A row for bench/results, where MOESTRO_LAB_JSON names a file.
   void write_row(const char* kernel, const std::string& variant, double ms, double tflops,
-                 double cublas_tflops) const {
+                 double cublas_tflops, double ghz) const {
     const char* path = std::getenv("MOESTRO_LAB_JSON");
     if (path == nullptr) return;
     const auto environment = [](const char* name) {
@@ -978,12 +1015,14 @@ struct Problem {
                    "{\"bench\": \"hopper_turns\", \"shape\": \"%s\", \"T\": %lld, \"d\": %lld, \"n\": %lld, "
                    "\"E\": %lld, \"K\": %lld, \"dtype\": \"%s\", \"routing\": \"%s\", \"kernel\": \"%s\", "
                    "\"variant\": \"%s\", \"ms\": %.4f, \"tflops\": %.1f, \"cublas_tflops\": %.1f, "
+                   "\"ghz\": %.3f, \"activation\": \"%s\", "
                    "\"device\": \"%s\", \"driver\": \"%s\", \"CUDA\": \"%d.%d\", \"date\": \"%s\", "
                    "\"commit\": \"%s\"}\n",
                    s.name, (long long)s.T, (long long)s.d, (long long)s.n, (long long)s.E, (long long)s.K,
                    kBf16 ? "bf16" : "f16", o.routing == Routing::kZipf ? "zipf" : "uniform", kernel,
-                   variant.c_str(), ms, tflops, cublas_tflops, device.name, environment("MOESTRO_LAB_DRIVER"),
-                   CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, environment("MOESTRO_LAB_DATE"),
+                   variant.c_str(), ms, tflops, cublas_tflops, ghz, m::name_of(o.activation.kind),
+                   device.name, environment("MOESTRO_LAB_DRIVER"), CUDART_VERSION / 1000,
+                   CUDART_VERSION % 1000 / 10, environment("MOESTRO_LAB_DATE"),
                    environment("MOESTRO_LAB_COMMIT"));
       std::fclose(file);
     }
@@ -1017,37 +1056,33 @@ struct Problem {
         const double ms = middle_of(c.ms);
         const double cycles = ms * middle_of(c.ghz) * 1e6;
         std::printf(
-            "  %-12s %-22s %8.3f ms [%.3f %.3f] %6.1f TF/s  %.3f of cuBLAS  %.3f GHz, %.3f Mcycles, %.3f "
+            "  %-13s %-38s %8.3f ms [%.3f %.3f] %6.1f TF/s  %.3f of cuBLAS  %.3f GHz, %.3f Mcycles, %.3f "
             "busy\n",
             kernel, c.name.c_str(), ms, *std::min_element(c.ms.begin(), c.ms.end()),
             *std::max_element(c.ms.begin(), c.ms.end()), flops / ms * 1e-9, yardstick / ms, middle_of(c.ghz),
             cycles * 1e-6, flops / 132 / 4096 / cycles);
-        write_row(kernel, c.name, ms, flops / ms * 1e-9, flops / yardstick * 1e-9);
+        write_row(kernel, c.name, ms, flops / ms * 1e-9, flops / yardstick * 1e-9, middle_of(c.ghz));
       }
       std::fflush(stdout);
     };
-    // cuBLAS, then the plans that `variable` names, of the kernel whose tile `force_tile` sets.
-    const auto contestants = [&](auto product, const char* variable, const char* otherwise,
-                                 void (*force_tile)(int), auto call) {
+    // cuBLAS, then the plans of `tiles` that `variable` lists.
+    const auto contestants = [&](auto product, const char* variable, const Tiles& tiles, auto call) {
       std::vector<Contestant> list = {{"cuBLAS", product, {}, {}}};
-      for (const TriedPlan& plan : tried_plans(variable, otherwise)) {
-        list.push_back(
-            {plan.name, [=] { with_plan(plan, force_tile, [&] { check_status(call()); }); }, {}, {}});
+      for (const TriedPlan& plan : tried_plans(variable, tiles)) {
+        list.push_back({plan.name(tiles),
+                        [=, &tiles] { with_plan(plan, tiles, [&] { check_status(call()); }); },
+                        {},
+                        {}});
       }
       return list;
     };
-    const auto by_rows = [&](bool transpose_b, int64_t cols, int64_t k, const Buffer& left,
-                             const Buffer& right, const Buffer& out) {
+    const auto product = [&](bool transpose_a, bool transpose_b, int64_t rows, int64_t cols, int64_t k,
+                             const Buffer& left, const Buffer& right, const Buffer& out) {
       return [=, this, l = left.data, r = right.data, c = out.data] {
-        cublas->run(false, transpose_b, S / s.E, cols, k, l, r, c, s.E, type);
+        cublas->run(transpose_a, transpose_b, rows, cols, k, l, r, c, s.E, type);
       };
     };
-    const auto by_weight = [&](int64_t rows, int64_t cols, const Buffer& left, const Buffer& right,
-                               const Buffer& out) {
-      return [=, this, l = left.data, r = right.data, c = out.data] {
-        cublas->run(true, false, rows, cols, S / s.E, l, r, c, s.E, type);
-      };
-    };
+    const int64_t rows = S / s.E;
     const double up_flops = 2.0 * R * s.d * W;
     const double down_flops = 2.0 * R * s.d * s.n;
     struct Outputs {
@@ -1058,46 +1093,43 @@ struct Problem {
          {Outputs{"up", true, true}, Outputs{"up_h", true, false}, Outputs{"up_a", false, true}}) {
       if (!wants(name)) continue;
       auto list = contestants(
-          by_rows(true, W, s.d, y, w_up, h), "MOESTRO_LAB_UP_PLANS", "0.0.-1 0.1.-1 1.0.-1 1.1.-1 2.0.-1",
-          hopper::force_up_tile,
+          product(false, true, rows, W, s.d, y, w_up, h), "MOESTRO_LAB_UP_PLANS", kUpTiles,
           [=, this, h = with_h, a = with_a] { return hopper::up_forward(up_args(h, a), ctx, nullptr); });
       run_turns(name, up_flops, list);
     }
-    const char* const rows_plans = "1.0.-1 1.1.-1 2.0.-1 2.1.-1";
     if (wants("down")) {
-      auto list = contestants(by_rows(true, s.d, s.n, a, w_down, d_x), "MOESTRO_LAB_ROWS_PLANS", rows_plans,
-                              hopper::force_rows_tile,
-                              [=, this] { return hopper::down_forward(down_args(), ctx, nullptr); });
+      auto list =
+          contestants(product(false, true, rows, s.d, s.n, a, w_down, d_x), "MOESTRO_LAB_ROWS_PLANS",
+                      kRowsTiles, [=, this] { return hopper::down_forward(down_args(), ctx, nullptr); });
       run_turns("down", down_flops, list);
     }
     if (wants("down_backward")) {
-      auto list =
-          contestants(by_rows(false, s.n, s.d, y, w_down, a), "MOESTRO_LAB_DOWN_BACKWARD_PLANS",
-                      "0.0.-1 0.1.-1 1.0.-1 1.1.-1 2.0.-1 2.1.-1", hopper::force_down_backward_tile,
-                      [=, this] { return hopper::down_backward(down_backward_args(), ctx, nullptr); });
+      auto list = contestants(product(false, false, rows, s.n, s.d, y, w_down, a),
+                              "MOESTRO_LAB_DOWN_BACKWARD_PLANS", kDownBackwardTiles, [=, this] {
+                                return hopper::down_backward(down_backward_args(), ctx, nullptr);
+                              });
       run_turns("down_backward", down_flops, list);
     }
     if (wants("up_backward")) {
-      auto list = contestants(by_rows(false, s.d, W, d_h, w_up, y), "MOESTRO_LAB_ROWS_PLANS", rows_plans,
-                              hopper::force_rows_tile,
-                              [=, this] { return hopper::up_backward(up_backward_args(), ctx, nullptr); });
+      auto list =
+          contestants(product(false, false, rows, s.d, W, d_h, w_up, y), "MOESTRO_LAB_ROWS_PLANS", kRowsTiles,
+                      [=, this] { return hopper::up_backward(up_backward_args(), ctx, nullptr); });
       run_turns("up_backward", up_flops, list);
     }
     const bool into_f32 = std::getenv("MOESTRO_LAB_F32") != nullptr;
     const DType grad_type = into_f32 ? DType::kF32 : kType;
-    const char* const weight_plans = "0.-1.-1 1.-1.-1";
     if (wants("up_weight")) {
       auto list =
-          contestants(by_weight(W, s.d, d_h, y, d_w_up), "MOESTRO_LAB_WEIGHT_PLANS", weight_plans,
-                      hopper::force_weight_tile, [=, this] {
+          contestants(product(true, false, W, s.d, rows, d_h, y, d_w_up), "MOESTRO_LAB_WEIGHT_PLANS",
+                      kWeightTiles, [=, this] {
                         return hopper::up_weight_backward(up_weight_args(grad_type, into_f32), ctx, nullptr);
                       });
       run_turns("up_weight", up_flops, list);
     }
     if (wants("down_weight")) {
       fill(a_scaled.as<Element>(), R * s.n, 12, 1.0F);
-      auto list = contestants(by_weight(s.d, s.n, y, a_scaled, d_w_down), "MOESTRO_LAB_WEIGHT_PLANS",
-                              weight_plans, hopper::force_weight_tile, [=, this] {
+      auto list = contestants(product(true, false, s.d, s.n, rows, y, a_scaled, d_w_down),
+                              "MOESTRO_LAB_WEIGHT_PLANS", kWeightTiles, [=, this] {
                                 return hopper::down_weight_backward(down_weight_args(grad_type, into_f32),
                                                                     ctx, nullptr);
                               });

@@ -19,6 +19,12 @@ Walk forced_or(const Walk& rule) {
   return {plan_raster(rule.raster), by_expert >= 0 ? by_expert != 0 : rule.by_expert};
 }
 
+/// `forced` where it is one of the `count` tiles.
+template <class Tile>
+Tile forced_or(int forced, int count, Tile rule) {
+  return forced >= 0 && forced < count ? static_cast<Tile>(forced) : rule;
+}
+
 /// Does an expert's weight (of 16 bits) take so much of L2 that the bands of rows that follow each other read
 /// it from memory again?
 bool weight_fills_l2(std::int64_t k, std::int64_t cols) {
@@ -59,22 +65,19 @@ Plan plan_rows(std::int64_t k, std::int64_t cols) {
   };
   const bool long_sum = k >= 4096 || (k >= 2048 && (wider(192, 256) || k * cols >= 8'000'000));
   const RowsTile rule = long_sum && !wider(256, 192) ? RowsTile::kCooperative256 : RowsTile::kPingPong192;
-  const int tile = forced_rows_tile;
   const bool by_expert = weight_fills_l2(k, cols) && cols > 2048;
   const int raster = by_expert || (k <= 2048 && cols >= 2048) ? 16 : 8;
-  return {tile >= 0 && tile < kNumRowsTiles ? static_cast<RowsTile>(tile) : rule,
-          forced_or({raster, by_expert})};
+  return {forced_or(forced_rows_tile, kNumRowsTiles, rule), forced_or({raster, by_expert})};
 }
 
 UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated, bool has_finisher) {
   // A finisher hides what follows a sum, with a shorter ring, which costs more than it gains where sums are
   // long.
   const UpTile rule = has_finisher && k < 4096 ? UpTile::kFinisher256 : UpTile::kCooperative256;
-  const int tile = forced_up_tile;
   // Expert by expert an expert's weight is read from memory once, but finding a tile takes longer: it pays
   // where d is large.
   const int raster = k <= 1024 && (gated ? 2 : 1) * k * cols >= 8'000'000 ? 32 : 16;
-  return {tile >= 0 && tile < kNumUpTiles ? static_cast<UpTile>(tile) : rule, forced_or({raster, k > 4096})};
+  return {forced_or(forced_up_tile, kNumUpTiles, rule), forced_or({raster, k > 4096})};
 }
 
 DownBackwardPlan plan_down_backward(std::int64_t k, std::int64_t cols, bool before) {
@@ -88,14 +91,11 @@ DownBackwardPlan plan_down_backward(std::int64_t k, std::int64_t cols, bool befo
   const std::int64_t narrow = ceil_div(cols, 128) * 128;
   DownBackwardTile rule = k < 1536 ? kFinisherAhead256 : kFinisher256;
   if (wide * 100 > narrow * 112) rule = kPingPong128;
-  const int tile = forced_down_backward_tile;
-  return {tile >= 0 && tile < kNumDownBackwardTiles ? static_cast<DownBackwardTile>(tile) : rule, walk};
+  return {forced_or(forced_down_backward_tile, kNumDownBackwardTiles, rule), walk};
 }
 
 WeightTile plan_weight(std::int64_t num_experts, std::int64_t routed, std::int64_t gathered,
                        int multiprocessors) {
-  const int forced = forced_weight_tile;
-  if (forced >= 0 && forced < kNumWeightTiles) return static_cast<WeightTile>(forced);
   // Time in columns squared: waves x what a tile takes. The small tile loads a third more for each product.
   const auto cost = [&](int tile_routed, int tile_gathered, double slowness) {
     const double tiles =
@@ -103,7 +103,9 @@ WeightTile plan_weight(std::int64_t num_experts, std::int64_t routed, std::int64
     const double waves = tiles / multiprocessors;
     return (waves < 4 ? std::ceil(waves) : waves + 0.5) * tile_routed * tile_gathered * slowness;
   };
-  return cost(256, 192, 1.0) <= cost(128, 256, 1.1) ? WeightTile::k256x192 : WeightTile::k128x256;
+  const WeightTile rule =
+      cost(256, 192, 1.0) <= cost(128, 256, 1.1) ? WeightTile::k256x192 : WeightTile::k128x256;
+  return forced_or(forced_weight_tile, kNumWeightTiles, rule);
 }
 
 }  // namespace moestro::cuda::hopper
