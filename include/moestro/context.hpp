@@ -24,6 +24,10 @@ struct Context {
   /// Set by the layer for its stages: 1, 2, …: the first prepares the workspace for those after it. A stage
   /// that is called alone has 0.
   int place_in_layer = 0;
+  /// Set by the layer: but for their scratch, the stage before neither writes what this one reads nor reads
+  /// what this one writes. So this one's kernels may start while those of the stage before, and of none
+  /// earlier, still run.
+  bool beside_previous = false;
 };
 
 }  // namespace moestro

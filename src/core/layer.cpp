@@ -2,8 +2,8 @@
 /// here; read this file first.
 ///
 ///   forward    dispatch -> up (+activation) -> down -> combine
-///   backward   [up again, policy none] -> down backward (dH, A', dS) -> dW2, db2
-///              -> up backward (dX~) -> combine backward (dx) -> dW1, db1
+///   backward   [up again, policy none] -> down backward (dH, A', dS) -> dW2, db2 -> dW1, db1
+///              -> up backward (dX~) -> combine backward (dx)
 ///
 /// Nothing of size R*d lives longer than one call.
 #include "moestro/layer.hpp"
@@ -437,17 +437,35 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
     MOESTRO_RETURN_IF_ERROR(backend->down_backward(down, contexts.next_with(workspace.more_scratch)));
   }
 
-  if (grads.w_down || grads.b_down) {
-    DownWeightBackwardArgs down_weight;
-    down_weight.d_y = args.d_y;
-    down_weight.a_scaled = workspace.a_scaled;
-    if (!is_before(config)) down_weight.row_weights = workspace.row_weights;
-    down_weight.index = index;
-    down_weight.d_w_down = args.d_w_down;
-    down_weight.d_b_down = args.d_b_down;
-    down_weight.accumulate = args.accumulate;
+  const bool down_weight = grads.w_down || grads.b_down;
+  if (down_weight) {
+    DownWeightBackwardArgs weight;
+    weight.d_y = args.d_y;
+    weight.a_scaled = workspace.a_scaled;
+    if (!is_before(config)) weight.row_weights = workspace.row_weights;
+    weight.index = index;
+    weight.d_w_down = args.d_w_down;
+    weight.d_b_down = args.d_b_down;
+    weight.accumulate = args.accumulate;
     MOESTRO_RETURN_IF_ERROR(
-        backend->down_weight_backward(down_weight, contexts.next_with(workspace.more_scratch)));
+        backend->down_weight_backward(weight, contexts.next_with(workspace.more_scratch)));
+  }
+
+  const bool up_weight = grads.w_up || grads.b_up;
+  if (up_weight) {
+    UpWeightBackwardArgs weight;
+    weight.x = args.x;
+    weight.d_h = d_h;
+    weight.d_h_bias = workspace.d_h_bias;
+    weight.index = index;
+    weight.gate_layout = config.gate_layout;
+    weight.gated = gated;
+    weight.d_w_up = args.d_w_up;
+    weight.d_b_up = args.d_b_up;
+    weight.accumulate = args.accumulate;
+    Context context = contexts.next_with(workspace.more_scratch);
+    context.beside_previous = down_weight;
+    MOESTRO_RETURN_IF_ERROR(backend->up_weight_backward(weight, context));
   }
 
   if (grads.x) {
@@ -458,7 +476,9 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
     up.gate_layout = config.gate_layout;
     up.gated = gated;
     up.d_x_rows = workspace.d_x_rows;
-    MOESTRO_RETURN_IF_ERROR(backend->up_backward(up, contexts.next()));
+    Context context = contexts.next();
+    context.beside_previous = up_weight;
+    MOESTRO_RETURN_IF_ERROR(backend->up_backward(up, context));
 
     CombineArgs combine;
     combine.rows = workspace.d_x_rows;
@@ -466,21 +486,6 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
     combine.index = index;
     combine.tokens = args.d_x;
     MOESTRO_RETURN_IF_ERROR(backend->combine_backward(combine, contexts.next()));
-  }
-
-  if (grads.w_up || grads.b_up) {
-    UpWeightBackwardArgs up_weight;
-    up_weight.x = args.x;
-    up_weight.d_h = d_h;
-    up_weight.d_h_bias = workspace.d_h_bias;
-    up_weight.index = index;
-    up_weight.gate_layout = config.gate_layout;
-    up_weight.gated = gated;
-    up_weight.d_w_up = args.d_w_up;
-    up_weight.d_b_up = args.d_b_up;
-    up_weight.accumulate = args.accumulate;
-    MOESTRO_RETURN_IF_ERROR(
-        backend->up_weight_backward(up_weight, contexts.next_with(workspace.more_scratch)));
   }
   return {};
 }

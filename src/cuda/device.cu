@@ -97,10 +97,17 @@ Status check_launch(const char* kernel) {
 
 Status launch_kernel(const char* name, const void* kernel, const LaunchShape& shape, void** arguments,
                      const Context& ctx) {
-  const cudaError_t error = cudaLaunchKernel(
-      kernel, dim3(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y)),
-      dim3(static_cast<unsigned>(shape.threads), static_cast<unsigned>(shape.threads_y)), arguments,
-      shape.shared_bytes, stream_of(ctx));
+  cudaLaunchAttribute beside{};
+  beside.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  beside.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads), static_cast<unsigned>(shape.threads_y));
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream_of(ctx);
+  config.attrs = &beside;
+  config.numAttrs = shape.beside_previous ? 1 : 0;
+  const cudaError_t error = cudaLaunchKernelExC(&config, kernel, arguments);
   if (error == cudaSuccess) return {};
   (void)cudaGetLastError();
   return device_error(name, error);

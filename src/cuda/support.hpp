@@ -44,6 +44,7 @@ struct LaunchShape {
   std::size_t shared_bytes = 0;
   std::int64_t blocks_y = 1;
   int threads_y = 1;
+  bool beside_previous = false;  ///< starts when every block of the kernel before has let it, or has ended
 };
 /// Enqueues `kernel` on ctx's stream.
 Status launch_kernel(const char* name, const void* kernel, const LaunchShape& shape, void** arguments,

@@ -282,28 +282,45 @@ TEST_P(CudaDeviceTest, TwoStreamsAndThreadsAtOnce) {
   EXPECT_CUDA(cudaStreamDestroy(other_stream));
 }
 
-// dW1 comes after the sum of dX~; whether or not they overlap, what comes next on the stream must find dX
-// whole. With n this small dW1 takes far less time than the sum.
-TEST_P(CudaDeviceTest, GradientOfXIsWholeForTheNextKernel) {
+// The kernels of dW2, dW1 and dX~ overlap. What comes next on the stream must find all of them whole. With n
+// this small a tile of dW1 takes as long as many of dX~; with 64 experts some multiprocessors have two of
+// them, and others have gone on to dX~.
+TEST_P(CudaDeviceTest, GradientsAreWholeForTheNextKernel) {
   LayerConfig config;
   config.dtype = DType::kBF16;
-  const LayerProblem problem = random_problem(7060, {8192, 512, 8, 8, 8}, config);
-  LayerRun run(backend(), problem);
-  run.run();
-  const TensorView d_x = run.backward_args().d_x;
-  const Tensor seen = Tensor::output(device(), "seen", {d_x.extent[0], d_x.extent[1]}, d_x.dtype);
-  ActivationForwardArgs read_d_x;
-  read_d_x.h = d_x;
-  read_d_x.activation.kind = ActivationKind::kSiLU;
-  read_d_x.a = seen.view();
-  MOESTRO_EXPECT_OK(activation_forward(read_d_x, run.backward_workspace().context()));
-  const std::vector<unsigned char> expected = seen.bytes();
-  const auto bytes = static_cast<std::size_t>(d_x.numel() * dtype_bytes(d_x.dtype));
-  for (int repeat = 0; repeat < 10; ++repeat) {
-    EXPECT_CUDA(cudaMemsetAsync(d_x.data, 0xff, bytes, stream()));
-    MOESTRO_EXPECT_OK(run.backward());
-    MOESTRO_EXPECT_OK(activation_forward(read_d_x, run.backward_workspace().context()));
-    ASSERT_EQ(seen.bytes(), expected) << "repeat " << repeat;
+  for (const std::int64_t num_experts : {8, 64}) {
+    LayerRun run(backend(), random_problem(7060, {16000, 512, 8, num_experts, 8}, config));
+    run.run();
+    const LayerBackwardArgs args = run.backward_args();
+    std::vector<ActivationForwardArgs> reads;
+    std::vector<Tensor> seen;
+    for (const TensorView& gradient : {args.d_x, args.d_w_up, args.d_w_down}) {
+      const std::int64_t columns = gradient.extent[gradient.rank - 1];
+      const std::int64_t rows = gradient.numel() / columns;
+      seen.push_back(Tensor::output(device(), "seen", {rows, columns}, gradient.dtype));
+      ActivationForwardArgs read;
+      read.h = make_view(gradient.data, gradient.dtype, {rows, columns});
+      read.activation.kind = ActivationKind::kSiLU;
+      read.a = seen.back().view();
+      reads.push_back(read);
+    }
+    const auto read_all = [&] {
+      std::vector<std::vector<unsigned char>> bytes;
+      for (const ActivationForwardArgs& read : reads) {
+        MOESTRO_EXPECT_OK(activation_forward(read, run.backward_workspace().context()));
+      }
+      for (const Tensor& tensor : seen) bytes.push_back(tensor.bytes());
+      return bytes;
+    };
+    const auto expected = read_all();
+    for (int repeat = 0; repeat < 10; ++repeat) {
+      for (const ActivationForwardArgs& read : reads) {
+        const auto bytes = static_cast<std::size_t>(read.h.numel() * dtype_bytes(read.h.dtype));
+        EXPECT_CUDA(cudaMemsetAsync(read.h.data, 0xff, bytes, stream()));
+      }
+      MOESTRO_EXPECT_OK(run.backward());
+      ASSERT_EQ(read_all(), expected) << "repeat " << repeat;
+    }
   }
 }
 

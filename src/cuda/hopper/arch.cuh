@@ -152,6 +152,17 @@ __device__ __forceinline__ void tma_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
+// ---- kernels that overlap (LaunchShape::beside_previous) ----
+
+/// The next kernel may start, once every block has said so or has ended.
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+/// Returns when the kernel before has ended, and all that it wrote can be seen. Holds up the whole warp.
+__device__ __forceinline__ void wait_for_kernel_before() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // ---- 8x8 matrices of 16-bit elements between registers and shared memory ----
 // Lane l gives the address of row l % 8 of matrix l / 8; it holds elements (l / 4, 2 (l % 4) + {0, 1}).
 

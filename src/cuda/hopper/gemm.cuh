@@ -331,6 +331,11 @@ __global__ void __launch_bounds__(kThreadsOf<Kernel>, 1)
 
   if (warpgroup == 0) {
     give_registers<Kernel::kProducerRegisters>();
+    // This kernel ends after the one before, as the one to come takes for granted. A warp waits that has
+    // nothing else to do.
+    if constexpr (Kernel::LoadA::kThreads < 32) {
+      if (p.beside_previous && threadIdx.x / 32 == 1) wait_for_kernel_before();
+    }
     produce<Kernel>(p, base);
   } else if (kHasFinisher<Kernel> && warpgroup == 3) {
     if constexpr (kHasFinisher<Kernel>) {

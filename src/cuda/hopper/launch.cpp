@@ -133,7 +133,9 @@ Status launch(const char* name, KernelPointer kernel, int shared_bytes, Paramete
   }
   void* arguments[] = {&parameters};
   const std::int64_t blocks = std::min<std::int64_t>(max_count, device->sm_count);
-  return launch_kernel(name, function, {blocks, threads, bytes}, arguments, ctx);
+  LaunchShape shape{blocks, threads, bytes};
+  shape.beside_previous = parameters.beside_previous;
+  return launch_kernel(name, function, shape, arguments, ctx);
 }
 
 const char* refusal(const LayerConfig& config, int device_index) {

@@ -52,10 +52,11 @@ struct Parameters {
   int num_experts;
   int m_tiles;  ///< weight gradients: tiles along M
   int n_tiles;
-  int* next_tile;  ///< 0 at the start: tiles drawn; null: every gridDim.x-th tile is a block's
-  int raster;      ///< tiles along M that are walked before the next along N
-  bool by_expert;  ///< row tiles: no band crosses from one expert to the next
-  int k_tiles;     ///< of every tile, except in weight gradients
+  int* next_tile;        ///< 0 at the start: tiles drawn; null: every gridDim.x-th tile is a block's
+  int raster;            ///< tiles along M that are walked before the next along N
+  bool by_expert;        ///< row tiles: no band crosses from one expert to the next
+  bool beside_previous;  ///< the kernel before may still run
+  int k_tiles;           ///< of every tile, except in weight gradients
   int k_tiles_of_plane;
   int slabs_of_plane;  ///< weight gradients: 64-column slabs in one plane of dH or A'
   bool joined_slabs;   ///< weight gradients: A's map has such slabs as its third axis

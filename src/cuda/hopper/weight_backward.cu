@@ -75,6 +75,7 @@ Status launch_weight(const char* name, const TensorView& source, const TensorVie
   MOESTRO_RETURN_IF_ERROR(find_device(ctx, &device));
   p.multiprocessors = device->sm_count;
   p.accumulate = accumulate;
+  p.beside_previous = ctx.beside_previous;
   MOESTRO_RETURN_IF_ERROR(make_weight_map(name, d_weight, planes, layout, 1, wide ? 32 : 64, &p.weight_out));
   const WeightTile tile = plan_weight(p.num_experts, rows.extent[1], source.extent[1], p.multiprocessors);
   const auto run = [&](auto output) {

@@ -12,6 +12,10 @@
 ///
 /// An expert that has more rows than its tiles can share out among the multiprocessors is cut into parts
 /// where whole sums would end late. Their sums meet in memory; the last part to end adds them in their order.
+///
+/// A tile takes long, so multiprocessors fall idle at the end: the next kernel may fill them, and this one
+/// those that are left by the one before. But the next may write where that one read, so it is let in when
+/// that one has ended; and where the sums of parts are, so where there are any nothing overlaps.
 #pragma once
 
 #include "cuda/hopper/epilogue.cuh"
@@ -60,6 +64,7 @@ struct WeightTiles {
     }
   }
   __device__ int count() const { return split_items + (p.num_experts - split_experts) * tiles; }
+  __device__ bool has_parts() const { return split_items > 0; }
   __device__ int rows_of(int expert) const {
     return __ldg(p.offsets + expert + 1) - __ldg(p.offsets + expert);
   }
@@ -237,6 +242,8 @@ __device__ __forceinline__ void produce_weight(const Parameters& p, std::uint32_
   int drawn = 0;
   if (draws) drawn = p.next_tile != nullptr ? atomicAdd(p.next_tile, 1) : w;
   if (w >= count) return;
+  if (p.beside_previous && schedule.has_parts()) wait_for_kernel_before();
+  bool first_tile = true;
   WeightWork work = schedule.at(w);
   gather.read_ahead(work, 0);
   while (w < count) {
@@ -286,6 +293,11 @@ __device__ __forceinline__ void produce_weight(const Parameters& p, std::uint32_
         barrier_arrive(full);
       }
     }
+    if (first_tile && !schedule.has_parts()) {
+      if (p.beside_previous) wait_for_kernel_before();
+      let_next_kernel_start();
+    }
+    first_tile = false;
     work = next;
   }
 }
@@ -598,6 +610,7 @@ __global__ void __launch_bounds__(kThreads, 1) weight_gemm_kernel(const __grid_c
   if (warpgroup == 0) {
     give_registers<40>();
     produce_weight<Kernel>(p, base);
+    if (p.beside_previous) wait_for_kernel_before();  // blocks without a tile too
   } else {
     take_registers<232>();
     consume_weight<Kernel>(p, base, warpgroup - 1);
