@@ -457,7 +457,9 @@ class Report:
             "",
             "Microseconds of each stage in a step, from the profiler; of products in brackets the time of the same "
             "product by cuBLAS over it (one batched matmul, no gather, activation or ragged experts); after the stroke "
-            "SonicMoE's kernel of that stage, in the same run.",
+            "SonicMoE's kernel of that stage, in the same run. moestro's down weight backward, up weight backward and up "
+            "backward overlap: the time of one that starts on multiprocessors which the one before has left begins there, "
+            "so the stages are more than the step.",
             "",
             *table("| shape | " + " | ".join(s.replace("_", " ") for s in stages) + " |", lines),
             "## Roofline",
