@@ -109,6 +109,8 @@ struct BackwardPlan {
   bool d_h_bias;     // its twin before the routing weight, for b_up with kBefore
   bool a_scaled;     // A', for w_down
   bool down;         // down backward at all
+  bool down_weight;  // dW2, db2
+  bool up_weight;    // dW1, db1
   bool recompute_h;  // policy none
   bool in_place;     // dH takes the place of H, in saved or in the workspace
   bool row_weights;
@@ -122,6 +124,8 @@ BackwardPlan plan_backward(const LayerConfig& config, const GradRequest& grads) 
   plan.d_h_bias = b_up && is_before(config);
   plan.a_scaled = grads.w_down;
   plan.down = plan.d_h || plan.a_scaled || grads.weights;
+  plan.down_weight = grads.w_down || b_down;
+  plan.up_weight = grads.w_up || b_up;
   plan.recompute_h = plan.down && !keeps_h(config);
   plan.in_place = plan.d_h && (plan.recompute_h || grads.consume_saved);
   plan.row_weights = plan.down || (b_down && !is_before(config));
@@ -437,8 +441,7 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
     MOESTRO_RETURN_IF_ERROR(backend->down_backward(down, contexts.next_with(workspace.more_scratch)));
   }
 
-  const bool down_weight = grads.w_down || grads.b_down;
-  if (down_weight) {
+  if (plan.down_weight) {
     DownWeightBackwardArgs weight;
     weight.d_y = args.d_y;
     weight.a_scaled = workspace.a_scaled;
@@ -451,8 +454,8 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
         backend->down_weight_backward(weight, contexts.next_with(workspace.more_scratch)));
   }
 
-  const bool up_weight = grads.w_up || grads.b_up;
-  if (up_weight) {
+  // dW2, dW1 and dX~ read nothing of each other.
+  if (plan.up_weight) {
     UpWeightBackwardArgs weight;
     weight.x = args.x;
     weight.d_h = d_h;
@@ -464,7 +467,7 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
     weight.d_b_up = args.d_b_up;
     weight.accumulate = args.accumulate;
     Context context = contexts.next_with(workspace.more_scratch);
-    context.beside_previous = down_weight;
+    context.beside_previous = plan.down_weight;
     MOESTRO_RETURN_IF_ERROR(backend->up_weight_backward(weight, context));
   }
 
@@ -477,7 +480,7 @@ Status layer_backward(const LayerConfig& config, const LayerBackwardArgs& given,
     up.gated = gated;
     up.d_x_rows = workspace.d_x_rows;
     Context context = contexts.next();
-    context.beside_previous = up_weight;
+    context.beside_previous = plan.up_weight;
     MOESTRO_RETURN_IF_ERROR(backend->up_backward(up, context));
 
     CombineArgs combine;

@@ -26,7 +26,7 @@ struct RowsKernel {
   using Epilogue = StoreRows<Element, kN, kPingPong ? 4 : 2>;
 };
 
-/// Fills in what depends on the tile, and launches. `weight_box_rows(tile_n)` gives the box of operand B.
+/// Fills in what depends on the tile, and launches.
 template <class Element, template <int> class LoadB, RowsTile kTile>
 Status launch_rows_tile(const char* name, Parameters& p, const TensorView& weight, int planes,
                         GateLayout layout, std::int64_t num_slots, const Index& index, const Walk& walk,
