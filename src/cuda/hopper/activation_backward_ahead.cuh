@@ -120,7 +120,7 @@ struct FinishActivationBackwardAhead : FinishActivationBackward<Element_, kFamil
 #pragma unroll
           for (int plane = 0; plane < kPlanes; ++plane) {
             if (kInRegisters && turn == 0) pieces[i][plane] = {};
-            zero_shared_16_bytes(slot(turn, i, plane));
+            store_shared_16_bytes(slot(turn, i, plane), {});
           }
           ask(source, turn, i);
         }

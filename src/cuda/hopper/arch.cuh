@@ -194,8 +194,10 @@ __device__ __forceinline__ uint4 load_shared_16_bytes(std::uint32_t address) {
                : "memory");
   return v;
 }
-__device__ __forceinline__ void zero_shared_16_bytes(std::uint32_t address) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+__device__ __forceinline__ void store_shared_16_bytes(std::uint32_t address, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
 }
 __device__ __forceinline__ int load_shared(std::uint32_t address) {
   int value;

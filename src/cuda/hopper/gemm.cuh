@@ -12,11 +12,13 @@
 /// with a fixed stride blocks drift apart by whole tiles. The producer draws and passes the numbers on in
 /// shared memory. A kernel is a type with the members
 ///   Element, kN, kStages, kPingPong, Schedule, LoadA, LoadB, Epilogue, kProducerRegisters,
-///   kConsumerRegisters, and kFinisherRegisters where there is a finisher.
+///   kConsumerRegisters, kFinisherRegisters where there is a finisher, and
+///   kWorkInTickets: does the producer pass on what a tile is, or do all warps look it up?
 #pragma once
 
 #include "cuda/hopper/load.cuh"
 #include "cuda/hopper/parameters.hpp"
+#include "cuda/hopper/ring.cuh"
 #include "cuda/hopper/schedule.cuh"
 #include "cuda/hopper/wgmma.cuh"
 
@@ -35,7 +37,8 @@ constexpr int kThreadsOf = kThreads + (kHasFinisher<Kernel> ? kWarpgroup : 0);
 // Named barriers: 0 is __syncthreads, 1 and 2 belong to one consumer warpgroup (sync_warpgroup).
 constexpr int kBarrierOfTurn = 3;  ///< 3, 4: ping-pong, whose turn it is to multiply
 
-constexpr int kNumTickets = 4;
+template <class Kernel>
+using TicketsOf = Tickets<std::conditional_t<Kernel::kWorkInTickets, Work, NoWork>>;
 
 template <class Kernel>
 struct SharedLayout {
@@ -43,7 +46,7 @@ struct SharedLayout {
   static constexpr int kStaging = Kernel::kStages * kStageBytes;  ///< 1024-byte aligned, as stages are
   static constexpr int kBarriers = kStaging + 2 * Kernel::Epilogue::kStagingBytes;
   static constexpr int kTickets = kBarriers + (2 * Kernel::kStages + 2 * Kernel::Epilogue::kNumBarriers) * 8;
-  static constexpr int kBytes = kTickets + kNumTickets * (8 + 8 + 4);
+  static constexpr int kBytes = kTickets + TicketsOf<Kernel>::kBytes;
   static_assert(kBytes <= 232448, "more shared memory than a block can have");
 
   static __device__ std::uint32_t full(std::uint32_t base, int stage) { return base + kBarriers + 8 * stage; }
@@ -52,51 +55,6 @@ struct SharedLayout {
   }
   static __device__ std::uint32_t epilogue_barriers(std::uint32_t base, int consumer) {
     return base + kBarriers + 8 * (2 * Kernel::kStages + consumer * Kernel::Epilogue::kNumBarriers);
-  }
-};
-
-/// A place in the ring: stage, and the parity of the phase in which its barrier completes next.
-template <int kStages>
-struct RingPosition {
-  int stage = 0;
-  std::uint32_t parity = 0;
-
-  __device__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ void skip(int count) {
-    const int sum = stage + count;
-    stage = sum % kStages;
-    parity ^= static_cast<std::uint32_t>(sum / kStages) & 1;
-  }
-};
-
-/// Numbers of the tiles to come, from the producer's thread 0 to all warps that load or compute.
-struct Tickets {
-  std::uint32_t base;  ///< full barriers, empty barriers, numbers
-  RingPosition<kNumTickets> ring;
-
-  __device__ std::uint32_t full() const { return base + 8 * ring.stage; }
-  __device__ std::uint32_t empty() const { return base + 8 * (kNumTickets + ring.stage); }
-  __device__ std::uint32_t number() const { return base + 16 * kNumTickets + 4 * ring.stage; }
-
-  __device__ void publish(int tile) {
-    barrier_wait(empty(), ring.parity ^ 1);
-    store_shared(number(), tile);
-    barrier_arrive(full());
-    ring.next();
-  }
-  template <bool kWholeWarp>
-  __device__ int take() {
-    barrier_wait(full(), ring.parity);
-    const int tile = load_shared(number());
-    if constexpr (kWholeWarp) __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(empty());
-    ring.next();
-    return tile;
   }
 };
 
@@ -111,8 +69,7 @@ __device__ __forceinline__ void produce(const Parameters& p, std::uint32_t base)
   const int stride = static_cast<int>(gridDim.x);
   const bool draws = threadIdx.x == 0;
   LoadA load_a(p);
-  Tickets published{base + Layout::kTickets};
-  Tickets taken{base + Layout::kTickets};
+  TicketsOf<Kernel> tickets{base + Layout::kTickets};
   RingPosition<Kernel::kStages> ring;
   int w = static_cast<int>(blockIdx.x);
   int drawn = 0;  // number of the next tile, less stride
@@ -120,17 +77,20 @@ __device__ __forceinline__ void produce(const Parameters& p, std::uint32_t base)
     if (draws && p.next_tile != nullptr) drawn = atomicAdd(p.next_tile, 1);
   };
   const auto publish = [&] {
-    if (draws) published.publish(stride + (p.next_tile != nullptr ? drawn : w));
+    if (draws) publish_tile(tickets, schedule, stride + (p.next_tile != nullptr ? drawn : w));
   };
   if constexpr (Kernel::kPingPong) draw();
+  if (w >= schedule.count()) return;
+  Work work = schedule.at(w);
   while (w < schedule.count()) {
-    const Work work = schedule.at(w);
     // In ping-pong a consumer asks for the tile after the next.
-    if constexpr (Kernel::kPingPong) publish();
+    if constexpr (Kernel::kPingPong && LoadA::kGathers) publish();
     const int k_tiles = schedule.k_tiles(work);
     // Numbers are drawn late: neighbours share operands only where they run at the same time. But the answer
-    // takes its time.
+    // takes its time, and so does looking up what tile that is. A thread that does not gather has time for it
+    // while the ring is full.
     const int draw_at = max(k_tiles - 3, 0);
+    const int publish_at = Kernel::kPingPong ? 0 : max(k_tiles - 2, 0);
     load_a.begin(work);
     for (int k = 0; k < k_tiles; ++k, ring.next()) {
       const std::uint32_t tile_a = base + ring.stage * Layout::kStageBytes;
@@ -143,10 +103,12 @@ __device__ __forceinline__ void produce(const Parameters& p, std::uint32_t base)
       }
       load_a.issue(work, k, tile_a, full);
       if constexpr (LoadA::kGathers) arrive_after_copies(full);
-      if (k == draw_at) draw();
+      if (!Kernel::kPingPong && k == draw_at) draw();
+      if (!LoadA::kGathers && k == publish_at) publish();
+      if (Kernel::kPingPong && k == draw_at) draw();
     }
-    if constexpr (!Kernel::kPingPong) publish();
-    w = taken.template take<(LoadA::kThreads >= 32)>();
+    if constexpr (!Kernel::kPingPong && LoadA::kGathers) publish();
+    w = take_tile<(LoadA::kThreads >= 32)>(tickets, schedule, &work);
   }
 }
 
@@ -227,23 +189,28 @@ __device__ __forceinline__ void consume(const Parameters& p, std::uint32_t base,
   RingPosition<Kernel::kStages> ring;
   float acc[kMaxBlocks][Kernel::kN / 2];
 
-  Tickets tickets{base + Layout::kTickets};
+  TicketsOf<Kernel> tickets{base + Layout::kTickets};
   int w = static_cast<int>(blockIdx.x);
-  if constexpr (Kernel::kPingPong) {
-    if (consumer == 1 && w < schedule.count()) {
-      named_arrive(kBarrierOfTurn, 2 * kWarpgroup);  // the first turn is consumer 0's
-      w = tickets.template take<true>();
-      ring.skip(p.k_tiles);
-    }
-  }
   if (w >= schedule.count()) return;
   Work work = schedule.at(w);
-  Work next = work;
-  /// Looks up this warpgroup's next tile; in ping-pong the one between is the other's.
+  if constexpr (Kernel::kPingPong) {
+    if (consumer == 1) {
+      named_arrive(kBarrierOfTurn, 2 * kWarpgroup);  // the first turn is consumer 0's
+      w = take_tile<true>(tickets, schedule, &work);
+      ring.skip(p.k_tiles);
+      if (w >= schedule.count()) return;
+    }
+  }
+  Work next;
+  /// This warpgroup's next tile; in ping-pong the one between is the other's.
   const auto look_ahead = [&] {
-    w = tickets.template take<true>();
-    if (Kernel::kPingPong && w < schedule.count()) w = tickets.template take<true>();
-    next = schedule.at(min(w, schedule.count() - 1));
+    if constexpr (Kernel::kPingPong) {
+      if (tickets.template take<true>() >= schedule.count()) {
+        w = schedule.count();
+        return;
+      }
+    }
+    w = take_tile<true>(tickets, schedule, &next);
   };
   for (; w < schedule.count(); work = next) {
     const int k_tiles = schedule.k_tiles(work);
@@ -283,7 +250,7 @@ __device__ __forceinline__ void finish(const Parameters& p, std::uint32_t base) 
   const typename Kernel::Schedule schedule(p);
   using Finisher = typename Kernel::Epilogue::Finisher;
   Finisher finisher(p, base + Layout::kStaging, Layout::epilogue_barriers(base, 0));
-  Tickets tickets{base + Layout::kTickets};
+  TicketsOf<Kernel> tickets{base + Layout::kTickets};
   int w = static_cast<int>(blockIdx.x);
   if constexpr (requires(const Work& tile) { finisher.begin(tile); }) {  // it looks a tile ahead
     if (w >= schedule.count()) return;
@@ -318,11 +285,8 @@ __global__ void __launch_bounds__(kThreadsOf<Kernel>, 1)
     for (int i = 0; i < 2 * Kernel::Epilogue::kNumBarriers; ++i) {
       barrier_init(Layout::epilogue_barriers(base, 0) + 8 * i, kHasFinisher<Kernel> ? kWarpgroup / 32 : 1);
     }
-    for (int i = 0; i < kNumTickets; ++i) {
-      barrier_init(base + Layout::kTickets + 8 * i, 1);
-      barrier_init(base + Layout::kTickets + 8 * (kNumTickets + i),
-                   (kThreadsOf<Kernel> - kWarpgroup + max(Kernel::LoadA::kThreads, 32)) / 32);
-    }
+    TicketsOf<Kernel>{base + Layout::kTickets}.init(
+        (kThreadsOf<Kernel> - kWarpgroup + max(Kernel::LoadA::kThreads, 32)) / 32);
     barrier_init_fence();
     prefetch_map(p.b);
     if constexpr (!Kernel::LoadA::kGathers) prefetch_map(p.a);

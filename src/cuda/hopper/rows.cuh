@@ -16,6 +16,7 @@ template <class Element_, template <int> class LoadB_, RowsTile kTile>
 struct RowsKernel {
   using Element = Element_;
   static constexpr bool kPingPong = kTile == RowsTile::kPingPong192;
+  static constexpr bool kWorkInTickets = true;
   static constexpr int kN = kPingPong ? 192 : 256;
   static constexpr int kStages = 4;
   static constexpr int kProducerRegisters = 40;

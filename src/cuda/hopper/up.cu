@@ -19,6 +19,7 @@ struct CooperativeKernel {
   static constexpr int kN = kTileN;
   static constexpr int kStages = 4;
   static constexpr bool kPingPong = false;
+  static constexpr bool kWorkInTickets = true;
   static constexpr int kProducerRegisters = 56;
   // With 224 the gated kinds' kernel keeps so many addresses from tile to tile that it spills.
   static constexpr int kConsumerRegisters = kFamily == ActivationFamily::kGated ? 208 : 224;
@@ -36,6 +37,7 @@ struct FinisherKernel {
   static constexpr int kN = kTileN;
   static constexpr int kStages = 3;
   static constexpr bool kPingPong = false;
+  static constexpr bool kWorkInTickets = true;
   static constexpr int kProducerRegisters = 56;  ///< of 512 for a thread of each of four warpgroups
   static constexpr int kConsumerRegisters = 160;
   static constexpr int kFinisherRegisters = 136;  ///< not below the 128 that the launch gives

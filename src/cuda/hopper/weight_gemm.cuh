@@ -133,7 +133,7 @@ struct WeightLayout {
   static constexpr int kStages = (232448 - 1024) / kStageBytes;
   static constexpr int kBarriers = kStages * kStageBytes;
   static constexpr int kTickets = kBarriers + 2 * kStages * 8;
-  static constexpr int kArrived = kTickets + kNumTickets * (8 + 8 + 4);  ///< a number for each consumer
+  static constexpr int kArrived = kTickets + Tickets<>::kBytes;  ///< a number for each consumer
   static constexpr int kBytes = kArrived + 2 * 4;
   static constexpr int kSumBytes = kM * kN * 4;
   static_assert(kBytes <= 232448 && kSlots + 2 <= kStages);
@@ -235,8 +235,7 @@ __device__ __forceinline__ void produce_weight(const Parameters& p, std::uint32_
   const int stride = static_cast<int>(gridDim.x);
   const bool draws = threadIdx.x == 0;
   GatherTokens<Kernel> gather(p);
-  Tickets published{base + Layout::kTickets};
-  Tickets taken{base + Layout::kTickets};
+  Tickets<> tickets{base + Layout::kTickets};
   RingPosition<Layout::kStages> ring;
   int w = static_cast<int>(blockIdx.x);
   int drawn = 0;
@@ -249,10 +248,10 @@ __device__ __forceinline__ void produce_weight(const Parameters& p, std::uint32_
   while (w < count) {
     if (draws) {
       const int next = stride + drawn;
-      published.publish(next);
+      tickets.publish(next);
       drawn = p.next_tile != nullptr ? atomicAdd(p.next_tile, 1) : next;
     }
-    w = taken.template take<true>();
+    w = tickets.template take<true>();
     const WeightWork next = schedule.at(min(w, count - 1));
     const int stages = stages_of(work);
     if (stages == 0) gather.read_ahead(next, 0);
@@ -503,7 +502,7 @@ __device__ __forceinline__ void consume_weight(const Parameters& p, std::uint32_
   constexpr std::uint64_t kStepK = kDescriptorStepK16<Major::kMN>;
   const WeightTiles schedule(p);
   const int count = schedule.count();
-  Tickets tickets{base + Layout::kTickets};
+  Tickets<> tickets{base + Layout::kTickets};
   RingPosition<Layout::kStages> ring;
   WeightStore<Kernel> result{p, base, consumer};
   float acc[kBlocks][Kernel::kN / 2];
@@ -529,7 +528,7 @@ __device__ __forceinline__ void consume_weight(const Parameters& p, std::uint32_
       const std::uint32_t routed = base + ring.stage * Layout::kStageBytes;
       for (int slab = 0; slab < Layout::kM / 64; ++slab) {
         for (int i = Lane::thread() * 16; i < (kRowsOfStage - work.rows) * kLineBytes; i += kWarpgroup * 16)
-          zero_shared_16_bytes(routed + slab * kStageSlabBytes + i);
+          store_shared_16_bytes(routed + slab * kStageSlabBytes + i, {});
       }
       fence_async_proxy();
       sync_warpgroup();
@@ -597,10 +596,7 @@ __global__ void __launch_bounds__(kThreads, 1) weight_gemm_kernel(const __grid_c
       barrier_init(Layout::full(base, stage), 1 + kWarpgroup);
       barrier_init(Layout::empty(base, stage), 2 * kWarpgroup / 32);
     }
-    for (int i = 0; i < kNumTickets; ++i) {
-      barrier_init(base + Layout::kTickets + 8 * i, 1);
-      barrier_init(base + Layout::kTickets + 8 * (kNumTickets + i), kThreads / 32);
-    }
+    Tickets<>{base + Layout::kTickets}.init(kThreads / 32);
     barrier_init_fence();
     prefetch_map(p.a);
     prefetch_map(p.weight_out);
