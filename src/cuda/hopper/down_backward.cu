@@ -17,7 +17,7 @@ struct PingPongKernel {
   static constexpr int kN = 128;
   static constexpr int kStages = 4;
   static constexpr bool kPingPong = true;
-  static constexpr bool kWorkInTickets = false;  ///< the gather would start later: 1 to 3 % slower
+  static constexpr bool kWorkInTickets = false;
   static constexpr int kProducerRegisters = 56;
   static constexpr int kConsumerRegisters = 224;
   using Schedule = RowTiles;
@@ -34,7 +34,7 @@ struct FinisherKernel {
   static constexpr int kN = Epilogue::kN;
   static constexpr int kStages = 3;
   static constexpr bool kPingPong = false;
-  static constexpr bool kWorkInTickets = false;
+  static constexpr bool kWorkInTickets = false;  ///< the gather would start later: 1 to 3 % slower
   static constexpr int kProducerRegisters = kAhead ? 48 : 56;
   static constexpr int kConsumerRegisters = 160;
   static constexpr int kFinisherRegisters = kAhead ? 144 : 136;

@@ -47,6 +47,7 @@ struct SharedLayout {
   static constexpr int kBarriers = kStaging + 2 * Kernel::Epilogue::kStagingBytes;
   static constexpr int kTickets = kBarriers + (2 * Kernel::kStages + 2 * Kernel::Epilogue::kNumBarriers) * 8;
   static constexpr int kBytes = kTickets + TicketsOf<Kernel>::kBytes;
+  static_assert(kTickets % 16 == 0);
   static_assert(kBytes <= 232448, "more shared memory than a block can have");
 
   static __device__ std::uint32_t full(std::uint32_t base, int stage) { return base + kBarriers + 8 * stage; }
@@ -103,12 +104,13 @@ __device__ __forceinline__ void produce(const Parameters& p, std::uint32_t base)
       }
       load_a.issue(work, k, tile_a, full);
       if constexpr (LoadA::kGathers) arrive_after_copies(full);
+      // In ping-pong what is published was drawn in the tile before.
       if (!Kernel::kPingPong && k == draw_at) draw();
       if (!LoadA::kGathers && k == publish_at) publish();
       if (Kernel::kPingPong && k == draw_at) draw();
     }
     if constexpr (!Kernel::kPingPong && LoadA::kGathers) publish();
-    w = take_tile<(LoadA::kThreads >= 32)>(tickets, schedule, &work);
+    w = take_tile<(LoadA::kThreads >= 32)>(tickets, schedule, schedule.count(), &work);
   }
 }
 
@@ -196,7 +198,7 @@ __device__ __forceinline__ void consume(const Parameters& p, std::uint32_t base,
   if constexpr (Kernel::kPingPong) {
     if (consumer == 1) {
       named_arrive(kBarrierOfTurn, 2 * kWarpgroup);  // the first turn is consumer 0's
-      w = take_tile<true>(tickets, schedule, &work);
+      w = take_tile<true>(tickets, schedule, schedule.count(), &work);
       ring.skip(p.k_tiles);
       if (w >= schedule.count()) return;
     }
@@ -210,7 +212,7 @@ __device__ __forceinline__ void consume(const Parameters& p, std::uint32_t base,
         return;
       }
     }
-    w = take_tile<true>(tickets, schedule, &next);
+    w = take_tile<true>(tickets, schedule, schedule.count(), &next);
   };
   for (; w < schedule.count(); work = next) {
     const int k_tiles = schedule.k_tiles(work);

@@ -47,7 +47,7 @@ struct Tickets {
   __device__ std::uint32_t empty(int i) const { return full(kNumTickets + i); }
   __device__ std::uint32_t number() const { return full(2 * kNumTickets) + 4 * ring.stage; }
 
-  /// By one thread. `warps` of them take every ticket.
+  /// By one thread; `warps` warps take every ticket.
   __device__ void init(int warps) const {
     for (int i = 0; i < kNumTickets; ++i) {
       barrier_init(full(i), 1);
@@ -86,14 +86,16 @@ __device__ __forceinline__ void publish_tile(const Tickets<TicketWork>& tickets,
     tickets.publish(number);
   }
 }
-/// A tile's number, and what it is: looked up here where that is not in the ticket.
+/// A tile's number, and what it is: looked up here, among the `count` of `schedule`, where that is not in the
+/// ticket.
 template <bool kWholeWarp, class TicketWork, class Schedule, class Work>
-__device__ __forceinline__ int take_tile(Tickets<TicketWork>& tickets, const Schedule& schedule, Work* work) {
+__device__ __forceinline__ int take_tile(Tickets<TicketWork>& tickets, const Schedule& schedule, int count,
+                                         Work* work) {
   if constexpr (Tickets<TicketWork>::kWithWork) {
     return tickets.template take<kWholeWarp>(work);
   } else {
     const int number = tickets.template take<kWholeWarp>();
-    *work = schedule.at(min(number, schedule.count() - 1));
+    *work = schedule.at(min(number, count - 1));
     return number;
   }
 }

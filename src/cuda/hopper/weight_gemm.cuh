@@ -251,8 +251,8 @@ __device__ __forceinline__ void produce_weight(const Parameters& p, std::uint32_
       tickets.publish(next);
       drawn = p.next_tile != nullptr ? atomicAdd(p.next_tile, 1) : next;
     }
-    w = tickets.template take<true>();
-    const WeightWork next = schedule.at(min(w, count - 1));
+    WeightWork next;
+    w = take_tile<true>(tickets, schedule, count, &next);
     const int stages = stages_of(work);
     if (stages == 0) gather.read_ahead(next, 0);
     for (int k = 0; k < stages; ++k, ring.next()) {
@@ -565,8 +565,8 @@ __device__ __forceinline__ void consume_weight(const Parameters& p, std::uint32_
     with_columns<Kernel::kN>(p.source_cols - work.gathered * Kernel::kN, multiply);
     result.begin(work, ring);
     const int slot = w;  // of a part's sum: its number
-    w = tickets.template take<true>();
-    const WeightWork next = schedule.at(min(w, count - 1));
+    WeightWork next;
+    w = take_tile<true>(tickets, schedule, count, &next);
     wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) pin(acc[i]);
