@@ -210,7 +210,8 @@ TEST(Golden, CtrlCKeepsWholeRows) {
   const std::string file = temporary_file("interrupted.jsonl", "");
   ASSERT_EQ(
       run_tool("bench --shape 32,8,8,2,1 --stage router --stage up --repeats 2 --out " + file).exit_code, 0);
-  const ToolResult result = run_command("timeout --preserve-status -s INT 1 " MOESTRO_TOOL
+  // In the foreground: else timeout signals its process group as well, and the second signal kills.
+  const ToolResult result = run_command("timeout --foreground --preserve-status -s INT 1 " MOESTRO_TOOL
                                         " bench --shape 2048,64,64,8,2 --repeats 1000000 --out " +
                                         file);
   EXPECT_EQ(result.exit_code, 130) << result.err;
