@@ -132,19 +132,17 @@ LayerProblem many_tiles(std::uint64_t seed) {
   return random_problem(seed, {3000, 512, 256, 16, 4}, config, {.kind = RoutingKind::kZipf});
 }
 
-// A layer's counters are zeroed once a call, a single stage's by the stage: whatever the workspace held. A
-// counter that starts high skips tiles, and their outputs stay poisoned.
-TEST_P(CudaDeviceTest, StagesAloneOnAnyWorkspaceGiveTheLayersBits) {
-  const LayerProblem problem = many_tiles(7030);
-  LayerRun layer(backend(), problem);
-  layer.run();
-  LayerRun alone(backend(), problem);
+/// What a layer puts out whose stages are called one by one, each on a workspace that holds anything; the
+/// products, if asked, on none.
+std::vector<unsigned char> stages_alone(const BackendUnderTest& backend, const LayerProblem& problem,
+                                        bool products_have_workspace) {
+  LayerRun alone(backend, problem);
   const LayerConfig& config = problem.config;
   const LayerForwardArgs forward = alone.forward_args();
   const LayerBackwardArgs backward_args = alone.backward_args();
   const SavedView saved = view_saved(config, alone.saved().data());
   const auto rows = [&](const char* name, std::int64_t columns, DType dtype) {
-    return Tensor::output(device(), name, {config.num_slots(), columns}, dtype);
+    return Tensor::output(*backend.device, name, {config.num_slots(), columns}, dtype);
   };
   const Tensor a = rows("a", config.d_ff, config.dtype);
   const Tensor y_rows = rows("y_rows", config.d_model, config.dtype);
@@ -152,12 +150,13 @@ TEST_P(CudaDeviceTest, StagesAloneOnAnyWorkspaceGiveTheLayersBits) {
   const Tensor a_scaled = rows("a_scaled", config.d_ff, config.dtype);
   const Tensor d_x_rows = rows("d_x_rows", config.d_model, config.dtype);
   const Tensor row_weights =
-      Tensor::output(device(), "row_weights", {config.num_slots()}, accumulation_dtype(config.dtype));
-  Workspace workspace(backend(), alone.bytes().backward_workspace);
+      Tensor::output(*backend.device, "row_weights", {config.num_slots()}, accumulation_dtype(config.dtype));
+  Workspace workspace(backend, alone.bytes().backward_workspace);
   const auto context = [&] {
     workspace.buffer().upload(std::vector<unsigned char>(workspace.buffer().bytes(), 0x7f));
     return workspace.context();
   };
+  const auto product = [&] { return products_have_workspace ? context() : backend.context(); };
   DispatchArgs dispatch;
   dispatch.expert_ids = forward.expert_ids;
   dispatch.num_experts = config.num_experts;
@@ -169,8 +168,8 @@ TEST_P(CudaDeviceTest, StagesAloneOnAnyWorkspaceGiveTheLayersBits) {
   up.index = saved.index;
   up.h = saved.h;
   up.a = a.view();
-  MOESTRO_EXPECT_OK(up_forward(up, context()));
-  MOESTRO_EXPECT_OK(down_forward({a.view(), forward.w_down, {}, saved.index, y_rows.view()}, context()));
+  MOESTRO_EXPECT_OK(up_forward(up, product()));
+  MOESTRO_EXPECT_OK(down_forward({a.view(), forward.w_down, {}, saved.index, y_rows.view()}, product()));
   MOESTRO_EXPECT_OK(combine_forward({y_rows.view(), forward.weights, {}, saved.index, forward.y}, context()));
   MOESTRO_EXPECT_OK(dispatch_row_weights({forward.weights, saved.index, row_weights.view()}, context()));
   DownBackwardArgs down;
@@ -189,21 +188,41 @@ TEST_P(CudaDeviceTest, StagesAloneOnAnyWorkspaceGiveTheLayersBits) {
   down_weight.row_weights = row_weights.view();
   down_weight.index = saved.index;
   down_weight.d_w_down = backward_args.d_w_down;
-  MOESTRO_EXPECT_OK(down_weight_backward(down_weight, context()));
+  MOESTRO_EXPECT_OK(down_weight_backward(down_weight, product()));
   UpBackwardArgs up_back;
   up_back.d_h = d_h.view();
   up_back.w_up = forward.w_up;
   up_back.index = saved.index;
   up_back.d_x_rows = d_x_rows.view();
-  MOESTRO_EXPECT_OK(up_backward(up_back, context()));
+  MOESTRO_EXPECT_OK(up_backward(up_back, product()));
   MOESTRO_EXPECT_OK(combine_backward({d_x_rows.view(), {}, {}, saved.index, backward_args.d_x}, context()));
   UpWeightBackwardArgs up_weight;
   up_weight.x = forward.x;
   up_weight.d_h = d_h.view();
   up_weight.index = saved.index;
   up_weight.d_w_up = backward_args.d_w_up;
-  MOESTRO_EXPECT_OK(up_weight_backward(up_weight, context()));
-  EXPECT_EQ(alone.output_bytes(), layer.output_bytes());
+  MOESTRO_EXPECT_OK(up_weight_backward(up_weight, product()));
+  return alone.output_bytes();
+}
+
+// A layer's counters are zeroed once a call, a single stage's by the stage: whatever the workspace held. A
+// counter that starts high skips tiles, and their outputs stay poisoned.
+TEST_P(CudaDeviceTest, StagesAloneOnAnyWorkspaceGiveTheLayersBits) {
+  const LayerProblem problem = many_tiles(7030);
+  LayerRun layer(backend(), problem);
+  layer.run();
+  EXPECT_EQ(stages_alone(backend(), problem, true), layer.output_bytes());
+}
+
+// Without a counter tiles go to multiprocessors in a fixed pattern. No sum here is cut into parts, which
+// would need memory.
+TEST_P(CudaDeviceTest, ProductsWithoutWorkspaceGiveTheLayersBits) {
+  LayerConfig config;
+  config.dtype = DType::kBF16;
+  const LayerProblem problem = random_problem(7040, {2000, 1024, 256, 16, 4}, config);
+  LayerRun layer(backend(), problem);
+  layer.run();
+  EXPECT_EQ(stages_alone(backend(), problem, false), layer.output_bytes());
 }
 
 // Partial sums of dW1 and dW2 lie in the memory of dX~; without dX they have their own. The same bits either

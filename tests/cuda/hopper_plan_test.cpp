@@ -269,7 +269,7 @@ TEST(HopperForcedPlanTest, EveryTileOfDownBackwardIsRight) {
 /// A layer of a few tiles. The smallest that reach each kernel, so that racecheck, the slowest of the
 /// sanitizers, gets through them one by one (tools/sanitize.sh).
 struct SmallLayer {
-  const char* name;
+  std::string name;
   Shape shape{20, 72, 40, 3, 2};
   LayerConfig config;
   RunOptions options;
@@ -285,9 +285,9 @@ void PrintTo(const SmallLayer& layer, std::ostream* out) {
 
 std::vector<SmallLayer> small_layers() {
   std::vector<SmallLayer> layers;
-  const auto add = [&](const char* name) -> SmallLayer& {
+  const auto add = [&](std::string name) -> SmallLayer& {
     SmallLayer& layer = layers.emplace_back();
-    layer.name = name;
+    layer.name = std::move(name);
     layer.config.dtype = DType::kBF16;
     return layer;
   };
@@ -310,8 +310,6 @@ std::vector<SmallLayer> small_layers() {
   SmallLayer& added = add("added_to_f32");
   added.options.grad_dtype = DType::kF32;
   added.options.accumulate = true;
-  // The one expert's rows are summed in parts.
-  add("sums_in_parts").shape = {2080, 8, 8, 1, 1};
   add("many_experts").shape = {9, 64, 64, 40, 4};
   add("no_tokens").shape = {0, 64, 64, 2, 1};
   for (int tile = 0; tile < hopper::kNumRowsTiles; ++tile) {
@@ -319,8 +317,18 @@ std::vector<SmallLayer> small_layers() {
     add(names[tile]).rows_tile = tile;
   }
   for (int tile = 0; tile < hopper::kNumWeightTiles; ++tile) {
-    static const char* const names[] = {"weights_256x192", "weights_128x256"};
-    add(names[tile]).weight_tile = tile;
+    static const std::string names[] = {"256x192", "128x256", "192x256"};
+    const auto add_tile = [&](const char* what) -> SmallLayer& {
+      SmallLayer& layer = add(what + names[tile]);
+      layer.weight_tile = tile;
+      return layer;
+    };
+    add_tile("weights_");
+    SmallLayer& wide = add_tile("weights_in_f32_");
+    wide.options.grad_dtype = DType::kF32;
+    wide.options.accumulate = true;
+    // The one expert's rows are summed in parts.
+    add_tile("weights_in_parts_").shape = {2080, 8, 8, 1, 1};
   }
   add("by_expert").by_expert = 1;
   for (int tile = 0; tile < hopper::kNumUpTiles; ++tile) {

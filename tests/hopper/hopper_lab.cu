@@ -358,7 +358,7 @@ static constexpr const char* kUpNames[] = {"128x256", "128x256 finisher"};
 static constexpr const char* kRowsNames[] = {"128x192 ping-pong", "128x256"};
 static constexpr const char* kDownBackwardNames[] = {"128x128 ping-pong", "128x256 finisher",
                                                      "128x256 finisher ahead"};
-static constexpr const char* kWeightNames[] = {"256x192", "128x256"};
+static constexpr const char* kWeightNames[] = {"256x192", "128x256", "192x256"};
 static constexpr Tiles kUpTiles = tiles_of<hopper::kNumUpTiles>(kUpNames, hopper::force_up_tile);
 static constexpr Tiles kRowsTiles = tiles_of<hopper::kNumRowsTiles>(kRowsNames, hopper::force_rows_tile);
 static constexpr Tiles kDownBackwardTiles =

@@ -207,10 +207,8 @@ __device__ __forceinline__ void consume(const Parameters& p, std::uint32_t base,
   /// This warpgroup's next tile; in ping-pong the one between is the other's.
   const auto look_ahead = [&] {
     if constexpr (Kernel::kPingPong) {
-      if (tickets.template take<true>() >= schedule.count()) {
-        w = schedule.count();
-        return;
-      }
+      w = tickets.template take<true>();
+      if (w >= schedule.count()) return;
     }
     w = take_tile<true>(tickets, schedule, schedule.count(), &next);
   };

@@ -1,5 +1,6 @@
 #include "cuda/hopper/plan.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 
@@ -101,10 +102,13 @@ WeightTile plan_weight(std::int64_t num_experts, std::int64_t routed, std::int64
     const double tiles =
         static_cast<double>(num_experts * ceil_div(routed, tile_routed) * ceil_div(gathered, tile_gathered));
     const double waves = tiles / multiprocessors;
-    return (waves < 4 ? std::ceil(waves) : waves + 0.5) * tile_routed * tile_gathered * slowness;
+    return (waves < 8 ? std::ceil(waves) : waves + 0.5) * tile_routed * tile_gathered * slowness;
   };
-  const WeightTile rule =
-      cost(256, 192, 1.0) <= cost(128, 256, 1.1) ? WeightTile::k256x192 : WeightTile::k128x256;
+  const double wide = cost(192, 256, 0.99);
+  const double tall = cost(256, 192, 1.0);
+  const double small = cost(128, 256, 1.1);
+  const WeightTile large = wide < tall ? WeightTile::k192x256 : WeightTile::k256x192;
+  const WeightTile rule = small < std::min(wide, tall) ? WeightTile::k128x256 : large;
   return forced_or(forced_weight_tile, kNumWeightTiles, rule);
 }
 

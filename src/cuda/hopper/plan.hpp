@@ -59,8 +59,8 @@ struct DownBackwardPlan {
 DownBackwardPlan plan_down_backward(std::int64_t k, std::int64_t cols, bool before);
 
 /// Tile of a weight's gradient: columns of dH or A' x columns of x or dY.
-enum class WeightTile : std::uint8_t { k256x192, k128x256 };
-constexpr int kNumWeightTiles = 2;
+enum class WeightTile : std::uint8_t { k256x192, k128x256, k192x256 };
+constexpr int kNumWeightTiles = 3;
 
 /// `routed` and `gathered` are the widths of the two operands.
 WeightTile plan_weight(std::int64_t num_experts, std::int64_t routed, std::int64_t gathered,

@@ -18,8 +18,9 @@ struct WeightKernel {
   using Element = Element_;
   using Output = Output_;
   static constexpr bool kTransposed = kTransposed_;  ///< the gradient's contiguous axis is that of dH or A'
-  static constexpr int kBlocks = kTile == WeightTile::k256x192 ? 2 : 1;
-  static constexpr int kN = kTile == WeightTile::k256x192 ? 192 : 256;
+  static constexpr bool kGatheredM = kTile == WeightTile::k192x256;  ///< the gathered rows are operand A
+  static constexpr int kBlocks = kTile == WeightTile::k128x256 ? 1 : 2;
+  static constexpr int kN = kTile == WeightTile::k128x256 ? 256 : 192;
 };
 
 /// Sums that may be cut into parts: none where all rows together are less than two parts.
@@ -32,14 +33,14 @@ Status launch_tile(const char* name, Parameters& p, const TensorView& rows, cons
                    cudaStream_t stream) {
   using Layout = WeightLayout<Kernel>;
   const std::int64_t slabs = static_cast<std::int64_t>(p.num_planes) * p.slabs_of_plane;
-  p.m_tiles = static_cast<int>(ceil_div(slabs, Layout::kM / 64));
-  p.n_tiles = static_cast<int>(ceil_div(p.source_cols, Layout::kN));
+  p.m_tiles = static_cast<int>(ceil_div(slabs, Layout::kRouted / 64));
+  p.n_tiles = static_cast<int>(ceil_div(p.source_cols, Layout::kGathered));
   p.joined_slabs = rows.extent[1] / p.num_planes % 64 == 0;
   if (p.joined_slabs) {
     const std::int64_t stride = rows.extent[0] > 1 ? rows.stride[0] : rows.extent[1];
     const MapShape shape{{64, rows.extent[0], slabs, 1},
                          {stride, 64, stride * rows.extent[0]},
-                         {64, kRowsOfStage, Layout::kM / 64, 1}};
+                         {64, kRowsOfStage, Layout::kRouted / 64, 1}};
     MOESTRO_RETURN_IF_ERROR(make_map(name, rows.data, rows.dtype, shape, &p.a));
   } else {
     MOESTRO_RETURN_IF_ERROR(make_rows_map(name, rows, p.num_planes, kRowsOfStage, &p.a));
@@ -80,11 +81,15 @@ Status launch_weight(const char* name, const TensorView& source, const TensorVie
   const WeightTile tile = plan_weight(p.num_experts, rows.extent[1], source.extent[1], p.multiprocessors);
   const auto run = [&](auto output) {
     using Output = decltype(output);
-    return tile == WeightTile::k256x192
-               ? launch_tile<WeightKernel<Element, Output, kTransposed, WeightTile::k256x192>>(name, p, rows,
-                                                                                               ctx, stream)
-               : launch_tile<WeightKernel<Element, Output, kTransposed, WeightTile::k128x256>>(name, p, rows,
-                                                                                               ctx, stream);
+    const auto on = [&]<WeightTile kTile>() {
+      return launch_tile<WeightKernel<Element, Output, kTransposed, kTile>>(name, p, rows, ctx, stream);
+    };
+    switch (tile) {
+      case WeightTile::k256x192: return on.template operator()<WeightTile::k256x192>();
+      case WeightTile::k192x256: return on.template operator()<WeightTile::k192x256>();
+      case WeightTile::k128x256: break;
+    }
+    return on.template operator()<WeightTile::k128x256>();
   };
   return wide ? run(0.0F) : run(Element{});
 }

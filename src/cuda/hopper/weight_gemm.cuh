@@ -1,9 +1,9 @@
 /// The kernel of the weights' gradients: of each expert the product gathered^T routed, or its transpose,
 /// summed over the expert's rows. `routed` is a tensor of routed rows (dH or A'), which TMA reads; `gathered`
-/// are the rows of x or dY that the index names.
+/// are the rows of x or dY that the index names. Either can be operand A.
 ///
-///   warpgroup 0     producer: fills a ring of stages, each 32 rows of kM columns of `routed` (operand A) and
-///                   of kN columns of `gathered` (operand B). Its four warps gather, and take turns with TMA
+///   warpgroup 0     producer: fills a ring of stages, each 32 rows of kM columns of operand A and of kN
+///                   columns of operand B. Its four warps gather, and take turns with TMA
 ///   warpgroups 1, 2 consumers: wgmma over the ring, kBlocks x 64 rows of the tile each
 ///
 /// A finished tile goes to memory through stages of the ring: behind the last k of a tile come kSlots stages
@@ -126,6 +126,10 @@ struct WeightLayout {
   static constexpr int kN = Kernel::kN;
   static constexpr int kABytes = kM / 64 * kStageSlabBytes;
   static constexpr int kStageBytes = kABytes + kN / 64 * kStageSlabBytes;
+  static constexpr int kRouted = Kernel::kGatheredM ? kN : kM;        ///< columns
+  static constexpr int kGathered = Kernel::kGatheredM ? kM : kN;      ///< columns
+  static constexpr int kRoutedAt = Kernel::kGatheredM ? kABytes : 0;  ///< in a stage
+  static constexpr int kGatheredAt = kABytes - kRoutedAt;
   static constexpr int kChunksOfStage = kStageBytes / kChunkBytes;
   static constexpr int kUnit = kN / 64;                    ///< chunks of 64 rows of 16-bit results
   static constexpr int kChunks = Kernel::kBlocks * kUnit;  ///< of a consumer
@@ -144,13 +148,14 @@ struct WeightLayout {
   }
 };
 
-/// Gathers operand B, 32 tokens a stage. Thread t copies chunk t % 8 of each slab of tokens t / 8 and t / 8 +
+/// Gathers 32 tokens a stage. Thread t copies chunk t % 8 of each slab of tokens t / 8 and t / 8 +
 /// 16: eight threads read a 128-byte line. Each warp reads the indices of its own 8 tokens for four stages at
 /// once and four stages ahead, across the ends of tiles.
 template <class Kernel>
 struct GatherTokens {
   using Element = typename Kernel::Element;
-  static constexpr int kSlabs = Kernel::kN / 64;
+  static constexpr int kColumns = WeightLayout<Kernel>::kGathered;
+  static constexpr int kSlabs = kColumns / 64;
   const Parameters& p;
   unsigned now = 0;    ///< lane l: token l % 8 of this warp's in stage l / 8 of the four
   unsigned ahead = 0;  ///< the same of the next four
@@ -167,7 +172,7 @@ struct GatherTokens {
   __device__ __forceinline__ void issue(const WeightWork& work, int k, std::uint32_t target) const {
     const unsigned line = threadIdx.x / 8;
     const unsigned chunk = threadIdx.x % 8;
-    const int col = work.gathered * Kernel::kN + static_cast<int>(chunk) * 8;
+    const int col = work.gathered * kColumns + static_cast<int>(chunk) * 8;
     const unsigned stride = static_cast<unsigned>(p.source_stride) * sizeof(Element);
     const std::uint32_t slot = target + line * kLineBytes + ((chunk ^ (line % 8)) * 16);
     const char* source = reinterpret_cast<const char*>(static_cast<const Element*>(p.source) + col);
@@ -177,7 +182,7 @@ struct GatherTokens {
       const unsigned token = __shfl_sync(0xffffffffU, now, k % 4 * 8 + i * 4 + threadIdx.x % 32 / 8);
       rows[i] = source + static_cast<std::uint64_t>(token) * stride;
     }
-    if ((k + 1) * kRowsOfStage <= work.rows && (work.gathered + 1) * Kernel::kN <= p.source_cols) {
+    if ((k + 1) * kRowsOfStage <= work.rows && (work.gathered + 1) * kColumns <= p.source_cols) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -191,7 +196,7 @@ struct GatherTokens {
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
           const bool inside = col + slab * 64 < p.source_cols;
-          if (work.gathered * Kernel::kN + slab * 64 >= p.source_cols) break;  // not multiplied
+          if (work.gathered * kColumns + slab * 64 >= p.source_cols) break;  // not stored
           copy_16_bytes_or_zero(slot + i * 16 * kLineBytes + slab * kStageSlabBytes,
                                 inside ? static_cast<const void*>(rows[i] + slab * 128) : p.source,
                                 counts && inside);
@@ -204,32 +209,36 @@ struct GatherTokens {
 /// Where a 64 x 64 block of the result lies in the gradient: coordinates for TMA, contiguous axis first.
 template <class Kernel>
 struct WeightPlace {
-  int m;  ///< column of `routed` in its plane
-  int n;  ///< column of `gathered`
+  using Layout = WeightLayout<Kernel>;
+  int routed;  ///< column of its plane
+  int gathered;
   int plane;
   int expert;
 
   __device__ WeightPlace(const Parameters& p, const WeightWork& work, int block_m, int block_n) {
-    const Slab slab = slab_at(p, work.routed * (WeightLayout<Kernel>::kM / 64) + block_m);
-    m = slab.col;
-    n = work.gathered * Kernel::kN + block_n * 64;
+    const int block = Kernel::kGatheredM ? block_n : block_m;
+    const Slab slab = slab_at(p, work.routed * (Layout::kRouted / 64) + block);
+    routed = slab.col;
+    gathered = work.gathered * Layout::kGathered + (Kernel::kGatheredM ? block_m : block_n) * 64;
     plane = slab.plane;
     expert = work.expert;
   }
-  __device__ bool exists(const Parameters& p) const { return plane < p.num_planes && n < p.source_cols; }
+  __device__ bool exists(const Parameters& p) const {
+    return plane < p.num_planes && gathered < p.source_cols;
+  }
   /// The box that begins m and n further on.
   template <class F>
   __device__ __forceinline__ void with_box(int further_m, int further_n, F&& f) const {
-    const int c_m = m + further_m;
-    const int c_n = n + further_n;
-    f(Kernel::kTransposed ? c_m : c_n, Kernel::kTransposed ? c_n : c_m, plane, expert);
+    const int r = routed + (Kernel::kGatheredM ? further_n : further_m);
+    const int g = gathered + (Kernel::kGatheredM ? further_m : further_n);
+    f(Kernel::kTransposed ? r : g, Kernel::kTransposed ? g : r, plane, expert);
   }
 };
 
 template <class Kernel>
 __device__ __forceinline__ void produce_weight(const Parameters& p, std::uint32_t base) {
   using Layout = WeightLayout<Kernel>;
-  constexpr int kSlabsA = Layout::kM / 64;
+  constexpr int kSlabs = Layout::kRouted / 64;
   const WeightTiles schedule(p);
   const int count = schedule.count();
   const int stride = static_cast<int>(gridDim.x);
@@ -256,7 +265,7 @@ __device__ __forceinline__ void produce_weight(const Parameters& p, std::uint32_
     const int stages = stages_of(work);
     if (stages == 0) gather.read_ahead(next, 0);
     for (int k = 0; k < stages; ++k, ring.next()) {
-      const std::uint32_t target = base + ring.stage * Layout::kStageBytes;
+      const std::uint32_t stage = base + ring.stage * Layout::kStageBytes;
       const std::uint32_t full = Layout::full(base, ring.stage);
       if (k % 4 == 0) {
         gather.now = gather.ahead;
@@ -268,19 +277,20 @@ __device__ __forceinline__ void produce_weight(const Parameters& p, std::uint32_
       }
       barrier_wait(Layout::empty(base, ring.stage), ring.parity ^ 1);
       if (threadIdx.x == k % 4 * 32) {
-        barrier_expect_bytes(full, Layout::kABytes);
+        const std::uint32_t target = stage + Layout::kRoutedAt;
+        barrier_expect_bytes(full, kSlabs * kStageSlabBytes);
         const int row = work.row0 + first_row(work, k);
         if (p.joined_slabs) {
-          tma_load(target, p.a, full, 0, row, work.routed * kSlabsA, 0);
+          tma_load(target, p.a, full, 0, row, work.routed * kSlabs, 0);
         } else {
 #pragma unroll 1
-          for (int i = 0; i < kSlabsA; ++i) {
-            const Slab slab = slab_at(p, work.routed * kSlabsA + i);
+          for (int i = 0; i < kSlabs; ++i) {
+            const Slab slab = slab_at(p, work.routed * kSlabs + i);
             tma_load(target + i * kStageSlabBytes, p.a, full, slab.col, slab.plane, row, 0);
           }
         }
       }
-      gather.issue(work, k, target + Layout::kABytes);
+      gather.issue(work, k, stage + Layout::kGatheredAt);
       arrive_after_copies(full);
     }
     if (!p.accumulate || work.rows > 0) {  // the stages of the result
@@ -307,6 +317,7 @@ struct WeightStore {
   using Element = typename Kernel::Element;
   using Layout = WeightLayout<Kernel>;
   static constexpr bool kWide = sizeof(typename Kernel::Output) == 4;
+  static constexpr bool kContiguousM = Kernel::kTransposed != Kernel::kGatheredM;  ///< in the gradient
   const Parameters& p;
   std::uint32_t base;
   int consumer;
@@ -383,7 +394,7 @@ struct WeightStore {
               const int r = row + 8 * h;
               const int c = j * 8 + col;
               const std::uint32_t half = chunk + r / 32 * (kChunkBytes / 2);
-              if constexpr (Kernel::kTransposed) {
+              if constexpr (kContiguousM) {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                   const int line = c + e;
@@ -403,7 +414,7 @@ struct WeightStore {
             const std::uint32_t r1 = pack<Element>(a[2], a[3]);
             const std::uint32_t r2 = pack<Element>(a[4], a[5]);
             const std::uint32_t r3 = pack<Element>(a[6], a[7]);
-            if constexpr (Kernel::kTransposed) {
+            if constexpr (kContiguousM) {
               store_matrices_transposed(Lane::matrices_transposed(chunk, j), r0, r1, r2, r3);
             } else {
               store_matrices(Lane::matrices(chunk, j), r0, r1, r2, r3);
@@ -525,8 +536,8 @@ __device__ __forceinline__ void consume_weight(const Parameters& p, std::uint32_
     }
     if (stages > 0 && work.rows < kRowsOfStage) {  // begins with another expert's rows, which may be NaN
       barrier_wait(Layout::full(base, ring.stage), ring.parity);
-      const std::uint32_t routed = base + ring.stage * Layout::kStageBytes;
-      for (int slab = 0; slab < Layout::kM / 64; ++slab) {
+      const std::uint32_t routed = base + ring.stage * Layout::kStageBytes + Layout::kRoutedAt;
+      for (int slab = 0; slab < Layout::kRouted / 64; ++slab) {
         for (int i = Lane::thread() * 16; i < (kRowsOfStage - work.rows) * kLineBytes; i += kWarpgroup * 16)
           store_shared_16_bytes(routed + slab * kStageSlabBytes + i, {});
       }
@@ -562,7 +573,9 @@ __device__ __forceinline__ void consume_weight(const Parameters& p, std::uint32_
         previous = ring.stage;
       }
     };
-    with_columns<Kernel::kN>(p.source_cols - work.gathered * Kernel::kN, multiply);
+    const int columns = Kernel::kGatheredM ? p.num_planes * p.slabs_of_plane * 64 - work.routed * Kernel::kN
+                                           : p.source_cols - work.gathered * Kernel::kN;
+    with_columns<Kernel::kN>(columns, multiply);
     result.begin(work, ring);
     const int slot = w;  // of a part's sum: its number
     WeightWork next;
