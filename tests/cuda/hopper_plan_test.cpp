@@ -20,14 +20,7 @@ namespace hopper = cuda::hopper;
 
 /// Gives the rules back at the end of a test.
 struct Forced {
-  ~Forced() {
-    hopper::force_rows_tile(-1);
-    hopper::force_down_backward_tile(-1);
-    hopper::force_up_tile(-1);
-    hopper::force_weight_tile(-1);
-    hopper::force_raster(-1);
-    hopper::force_by_expert(-1);
-  }
+  ~Forced() { hopper::force_plans(); }
 };
 
 BackendUnderTest hopper_backend() {
@@ -35,39 +28,56 @@ BackendUnderTest hopper_backend() {
 }
 
 TEST(CudaPlanTest, HopperRowsTileFollowsTheSumsLength) {
-  using hopper::plan_rows;
+  using hopper::Product;
   using hopper::RowsTile;
+  const auto plan = [](std::int64_t k, std::int64_t cols) {
+    return hopper::plan_rows(Product::kUpBackward, k, cols);
+  };
   // The cooperative tile hides its epilogue under a long sum.
-  EXPECT_EQ(plan_rows(256, 1536).rows_tile, RowsTile::kPingPong192);
-  EXPECT_EQ(plan_rows(1024, 2048).rows_tile, RowsTile::kPingPong192);
-  EXPECT_EQ(plan_rows(2048, 1536).rows_tile, RowsTile::kPingPong192);
-  EXPECT_EQ(plan_rows(2048, 2048).rows_tile, RowsTile::kPingPong192);
-  EXPECT_EQ(plan_rows(2048, 512).rows_tile, RowsTile::kCooperative256);  // 192 columns do not divide it
-  EXPECT_EQ(plan_rows(2048, 4096).rows_tile, RowsTile::kCooperative256);
-  EXPECT_EQ(plan_rows(4096, 1536).rows_tile, RowsTile::kCooperative256);
-  EXPECT_EQ(plan_rows(5760, 2880).rows_tile, RowsTile::kPingPong192);  // 256 columns do not divide it
+  EXPECT_EQ(plan(256, 1536).tile, RowsTile::kPingPong192);
+  EXPECT_EQ(plan(1024, 2048).tile, RowsTile::kPingPong192);
+  EXPECT_EQ(plan(2048, 1536).tile, RowsTile::kPingPong192);
+  EXPECT_EQ(plan(2048, 2048).tile, RowsTile::kPingPong192);
+  EXPECT_EQ(plan(2048, 512).tile, RowsTile::kCooperative256);  // 192 columns do not divide it
+  EXPECT_EQ(plan(2048, 4096).tile, RowsTile::kCooperative256);
+  EXPECT_EQ(plan(4096, 1536).tile, RowsTile::kCooperative256);
+  EXPECT_EQ(plan(5760, 2880).tile, RowsTile::kPingPong192);  // 256 columns do not divide it
   // Expert by expert where an expert's weight fills L2.
-  EXPECT_TRUE(plan_rows(4096, 4096).walk.by_expert);
-  EXPECT_FALSE(plan_rows(2048, 4096).walk.by_expert);
-  EXPECT_FALSE(plan_rows(16384, 2048).walk.by_expert);  // few tiles side by side
+  EXPECT_TRUE(plan(4096, 4096).walk.by_expert);
+  EXPECT_FALSE(plan(2048, 4096).walk.by_expert);
+  EXPECT_FALSE(plan(16384, 2048).walk.by_expert);  // few tiles side by side
+  // Which then begin together, as the weight's gradient does.
+  EXPECT_FALSE(plan(16384, 2048).overlaps);
+  EXPECT_FALSE(hopper::plan_weight(Product::kUpWeight, 16, 16384, 2048, 132).overlaps);
+  EXPECT_TRUE(plan(4096, 7168).overlaps);
+  EXPECT_TRUE(hopper::plan_weight(Product::kUpWeight, 256, 4096, 7168, 132).overlaps);
+  EXPECT_TRUE(plan(2048, 2048).overlaps);
 }
 
 TEST(CudaPlanTest, HopperPlansCanBeForced) {
+  using hopper::Product;
   const Forced forced;
-  const hopper::Plan rule = hopper::plan_rows(512, 2048);
-  for (int tile = 0; tile < hopper::kNumRowsTiles; ++tile) {
-    hopper::force_rows_tile(tile);
-    EXPECT_EQ(static_cast<int>(hopper::plan_rows(512, 2048).rows_tile), tile);
+  const auto plan = [] { return hopper::plan_rows(Product::kDown, 512, 2048); };
+  const auto rule = plan();
+  for (int tile = 0; tile < hopper::num_tiles(Product::kDown); ++tile) {
+    hopper::force_plan(Product::kDown, {.tile = tile});
+    EXPECT_EQ(static_cast<int>(plan().tile), tile);
+    EXPECT_EQ(plan().walk.raster, rule.walk.raster);
   }
-  hopper::force_rows_tile(-1);
-  EXPECT_EQ(hopper::plan_rows(512, 2048).rows_tile, rule.rows_tile);
-  hopper::force_raster(3);
-  EXPECT_EQ(hopper::plan_rows(512, 2048).walk.raster, 3);
-  EXPECT_EQ(hopper::plan_raster(8), 3);
+  hopper::force_plan(Product::kDown, {.by_expert = 1, .raster = 3, .overlaps = 0});
+  EXPECT_EQ(plan().tile, rule.tile);
+  EXPECT_EQ(plan().walk.raster, 3);
+  EXPECT_TRUE(plan().walk.by_expert);
+  EXPECT_FALSE(plan().overlaps);
+  EXPECT_NE(hopper::plan_rows(Product::kUpBackward, 512, 2048).walk.raster, 3);  // of down alone
+  hopper::force_plans({.raster = 3});
+  EXPECT_EQ(hopper::plan_rows(Product::kUpBackward, 512, 2048).walk.raster, 3);
   EXPECT_EQ(hopper::plan_up(512, 2048, true, true).walk.raster, 3);
-  hopper::force_raster(-1);
-  EXPECT_EQ(hopper::plan_rows(512, 2048).walk.raster, rule.walk.raster);
-  EXPECT_EQ(hopper::plan_raster(8), 8);
+  EXPECT_EQ(hopper::plan_down_backward(512, 2048, false).walk.raster, 3);
+  EXPECT_EQ(hopper::plan_weight(Product::kUpWeight, 8, 512, 2048, 132).walk.raster, 3);
+  hopper::force_plans();
+  EXPECT_EQ(plan().tile, rule.tile);
+  EXPECT_EQ(plan().walk.raster, rule.walk.raster);
 }
 
 TEST(CudaPlanTest, HopperCutsSumsWhereWholeOnesEndLate) {
@@ -95,17 +105,14 @@ TEST(CudaPlanTest, HopperDownBackwardTileFollowsTheSumsLength) {
   EXPECT_EQ(tile(2048, 128), DownBackwardTile::kPingPong128);   // half of the only one would be
   EXPECT_EQ(tile(2048, 640), DownBackwardTile::kPingPong128);
   for (int forced_tile = 0; forced_tile < hopper::kNumDownBackwardTiles; ++forced_tile) {
-    hopper::force_down_backward_tile(forced_tile);
+    hopper::force_plan(hopper::Product::kDownBackward, {.tile = forced_tile});
     EXPECT_EQ(static_cast<int>(tile(512, 2048)), forced_tile);
     // The others know no routing weight before the expert.
     EXPECT_EQ(hopper::plan_down_backward(512, 2048, true).tile, DownBackwardTile::kFinisherAhead256);
   }
-  hopper::force_raster(3);
-  EXPECT_EQ(hopper::plan_down_backward(512, 2048, false).walk.raster, 3);
 }
 
 TEST(CudaPlanTest, WalksFollowTheWeightsSize) {
-  const Forced forced;
   EXPECT_FALSE(hopper::plan_up(4096, 1024, true, true).walk.by_expert);
   EXPECT_TRUE(hopper::plan_up(7168, 2048, true, true).walk.by_expert);
   EXPECT_EQ(hopper::plan_up(1024, 1024, true, true).walk.raster, 16);
@@ -118,16 +125,9 @@ TEST(CudaPlanTest, WalksFollowTheWeightsSize) {
   EXPECT_EQ(down(2048, 8192).raster, 16);  // 32 MB
   EXPECT_FALSE(down(2048, 8192).by_expert);
   EXPECT_TRUE(down(7168, 2048).by_expert);
-  for (const bool by_expert : {false, true}) {
-    hopper::force_by_expert(by_expert ? 1 : 0);
-    EXPECT_EQ(hopper::plan_up(2048, 1024, true, true).walk.by_expert, by_expert);
-    EXPECT_EQ(hopper::plan_rows(2048, 1000).walk.by_expert, by_expert);
-    EXPECT_EQ(down(2048, 1000).by_expert, by_expert);
-  }
 }
 
 TEST(CudaPlanTest, UpTileFollowsTheSumsLength) {
-  const Forced forced;
   using hopper::plan_up;
   using hopper::UpTile;
   for (const bool gated : {false, true}) {
@@ -135,10 +135,6 @@ TEST(CudaPlanTest, UpTileFollowsTheSumsLength) {
     EXPECT_EQ(plan_up(2048, 1024, gated, true).tile, UpTile::kFinisher256);
     EXPECT_EQ(plan_up(4096, 1024, gated, true).tile, UpTile::kCooperative256);
     EXPECT_EQ(plan_up(2048, 1024, gated, false).tile, UpTile::kCooperative256);
-  }
-  for (int tile = 0; tile < hopper::kNumUpTiles; ++tile) {
-    hopper::force_up_tile(tile);
-    EXPECT_EQ(static_cast<int>(plan_up(4096, 1024, true, true).tile), tile);
   }
 }
 
@@ -204,33 +200,25 @@ TEST(HopperForcedPlanTest, EveryPlanGivesTheSameBits) {
       const Forced forced;
       LayerRun run(cuda, problem);
       const std::vector<unsigned char> expected = (run.run(), run.output_bytes());
-      const auto check = [&](const char* what, int value) {
+      const auto check = [&](int product, const hopper::ForcedPlan& plan) {
+        hopper::force_plan(static_cast<hopper::Product>(product), plan);
         run.poison_workspaces();
         run.run();
-        EXPECT_EQ(run.output_bytes(), expected) << what << ' ' << value;
+        EXPECT_EQ(run.output_bytes(), expected)
+            << "product " << product << ", tile " << plan.tile << ", by expert " << plan.by_expert
+            << ", raster " << plan.raster;
+        hopper::force_plans();
       };
-      for (int tile = 0; tile < hopper::kNumRowsTiles; ++tile) {
-        hopper::force_rows_tile(tile);
-        check("rows tile", tile);
-      }
-      hopper::force_rows_tile(-1);
-      for (int tile = 0; tile < hopper::kNumWeightTiles; ++tile) {
-        hopper::force_weight_tile(tile);
-        check("weight tile", tile);
-      }
-      hopper::force_weight_tile(-1);
-      for (int tile = 0; tile < hopper::kNumUpTiles; ++tile) {
-        hopper::force_up_tile(tile);
-        for (const int by_expert : {0, 1}) {
-          hopper::force_by_expert(by_expert);
-          check("up tile", tile * 10 + by_expert);
+      for (int product = 0; product < hopper::kNumProducts; ++product) {
+        const bool own_bits =
+            static_cast<hopper::Product>(product) == hopper::Product::kDownBackward;  // below
+        const int tiles = own_bits ? 0 : hopper::num_tiles(static_cast<hopper::Product>(product));
+        for (int tile = 0; tile < tiles; ++tile) {
+          check(product, {.tile = tile, .by_expert = 0});
+          check(product, {.tile = tile, .by_expert = 1});
         }
-      }
-      hopper::force_up_tile(-1);
-      hopper::force_by_expert(-1);
-      for (const int raster : {1, 3, 64}) {
-        hopper::force_raster(raster);
-        check("raster", raster);
+        for (const int raster : {1, 3, 64}) check(product, {.raster = raster});
+        check(product, {.overlaps = 0});
       }
     }
   }
@@ -258,7 +246,7 @@ TEST(HopperForcedPlanTest, EveryTileOfDownBackwardIsRight) {
         const Forced forced;
         for (int tile = 0; tile < hopper::kNumDownBackwardTiles; ++tile) {
           SCOPED_TRACE(describe(problem.config) + ", tile " + std::to_string(tile));
-          hopper::force_down_backward_tile(tile);
+          hopper::force_plan(hopper::Product::kDownBackward, {.tile = tile});
           expect_near_truth(run_layer(cuda, problem), problem, dtype);
         }
       }
@@ -375,11 +363,15 @@ TEST_P(HopperSmallTest, IsRight) {
   if (const char* reason = hopper::refusal(problem.config, 0)) GTEST_SKIP() << reason;
   SCOPED_TRACE(describe(problem.config));
   const Forced forced;
-  hopper::force_up_tile(layer.up_tile);
-  hopper::force_rows_tile(layer.rows_tile);
-  hopper::force_weight_tile(layer.weight_tile);
-  hopper::force_down_backward_tile(layer.down_backward_tile);
-  hopper::force_by_expert(layer.by_expert);
+  const auto force = [&](hopper::Product product, int tile) {
+    hopper::force_plan(product, {.tile = tile, .by_expert = layer.by_expert});
+  };
+  force(hopper::Product::kUp, layer.up_tile);
+  force(hopper::Product::kDown, layer.rows_tile);
+  force(hopper::Product::kUpBackward, layer.rows_tile);
+  force(hopper::Product::kDownBackward, layer.down_backward_tile);
+  force(hopper::Product::kDownWeight, layer.weight_tile);
+  force(hopper::Product::kUpWeight, layer.weight_tile);
   expect_near_truth(run_layer(cuda, problem, layer.options), problem,
                     layer.options.grad_dtype.value_or(layer.config.dtype), {.floor = 4, .least_scale = 1});
 }

@@ -117,15 +117,17 @@ TEST(CudaPlanTest, OuterProducts) {
 }
 
 TEST(CudaPlanTest, WeightTilesOfHopper) {
-  using hopper::plan_weight;
   using hopper::WeightTile;
-  EXPECT_EQ(plan_weight(128, 512, 1536, 132), WeightTile::k256x192);   // 7B, n = 256: dW1
-  EXPECT_EQ(plan_weight(128, 256, 1536, 132), WeightTile::k256x192);   // and dW2
-  EXPECT_EQ(plan_weight(256, 4096, 7168, 132), WeightTile::k256x192);  // DeepSeek-V3
-  EXPECT_EQ(plan_weight(16, 8192, 1024, 132), WeightTile::k192x256);   // a sixth of 256 x 192 would be empty
-  EXPECT_EQ(plan_weight(8, 4096, 1024, 132), WeightTile::k128x256);    // large tiles end in a third of a wave
-  EXPECT_EQ(plan_weight(8, 2048, 512, 132), WeightTile::k128x256);     // the large tile needs a second wave
-  EXPECT_EQ(plan_weight(256, 128, 2048, 132), WeightTile::k128x256);   // half of it would be empty
+  const auto tile_of = [](std::int64_t experts, std::int64_t routed, std::int64_t gathered) {
+    return hopper::plan_weight(hopper::Product::kUpWeight, experts, routed, gathered, 132).tile;
+  };
+  EXPECT_EQ(tile_of(128, 512, 1536), WeightTile::k256x192);   // 7B, n = 256: dW1
+  EXPECT_EQ(tile_of(128, 256, 1536), WeightTile::k256x192);   // and dW2
+  EXPECT_EQ(tile_of(256, 4096, 7168), WeightTile::k256x192);  // DeepSeek-V3
+  EXPECT_EQ(tile_of(16, 8192, 1024), WeightTile::k192x256);   // a sixth of 256 x 192 would be empty
+  EXPECT_EQ(tile_of(8, 4096, 1024), WeightTile::k128x256);    // large tiles end in a third of a wave
+  EXPECT_EQ(tile_of(8, 2048, 512), WeightTile::k128x256);     // the large tile needs a second wave
+  EXPECT_EQ(tile_of(256, 128, 2048), WeightTile::k128x256);   // half of it would be empty
 }
 
 }  // namespace

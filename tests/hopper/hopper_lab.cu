@@ -9,6 +9,10 @@
 ///                               MOESTRO_LAB_ROUNDS, MOESTRO_LAB_TURN_MS; plans as tile.by_expert.raster in
 ///                               MOESTRO_LAB_UP_PLANS, _ROWS_PLANS (of down and dX~), _DOWN_BACKWARD_PLANS
 ///                               and _WEIGHT_PLANS
+///   hopper_lab steps SHAPE...   forward and backward of the layer in turns, under the rules and under plans
+///   of
+///                               MOESTRO_LAB_STEP_PLANS: product=tile.by_expert.raster.overlaps, more of them
+///                               joined by +; or else under every tile of every product
 ///   hopper_lab profile SHAPE... each kernel once, for a profiler, or MOESTRO_LAB_ROWS_PLANS
 /// MOESTRO_LAB_ZIPF skews the routing, MOESTRO_LAB_OAI takes SwiGLU-OAI and biases, MOESTRO_LAB_SILU SiLU
 /// without gate; MOESTRO_LAB_F32 adds weights' gradients to f32 ones.
@@ -23,6 +27,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <numeric>
 #include <random>
 #include <sstream>
@@ -32,6 +37,7 @@
 #include "common/activation_math.hpp"
 #include "cuda/hopper/hopper.hpp"
 #include "cuda/hopper/plan.hpp"
+#include "moestro/layer.hpp"
 #include "shapes.hpp"
 
 namespace m = moestro;
@@ -111,7 +117,7 @@ static void fill(T* data, int64_t count, unsigned seed, float deviation, float m
 enum class Routing { kUniform, kZipf, kEmptyExperts, kSentinels };
 
 struct HostIndex {
-  std::vector<int> token, offsets, map, tiles, order;
+  std::vector<int> ids, token, offsets, map, tiles, order;
   int num_tiles = 0;
 };
 
@@ -127,6 +133,8 @@ static HostIndex route(const Shape& s, Routing routing, unsigned seed) {
   std::vector<std::pair<double, int>> key(s.E);
   std::uniform_int_distribution<int> pick(0, static_cast<int>(s.E) - 1);
   std::vector<int> chosen;
+  HostIndex index;
+  index.ids.assign(s.T * s.K, -1);
   for (int64_t t = 0; t < s.T; ++t) {
     chosen.clear();
     if (routing == Routing::kUniform || routing == Routing::kSentinels) {
@@ -144,9 +152,9 @@ static HostIndex route(const Shape& s, Routing routing, unsigned seed) {
     for (int64_t k = 0; k < s.K; ++k) {
       if (routing == Routing::kSentinels && rng() % 4 == 0) continue;
       rows[chosen[k]].push_back({static_cast<int>(t), static_cast<int>(t * s.K + k)});
+      index.ids[t * s.K + k] = chosen[k];
     }
   }
-  HostIndex index;
   index.map.assign(s.T * s.K, -1);
   index.offsets.push_back(0);
   for (int64_t e = 0; e < s.E; ++e) {
@@ -343,74 +351,69 @@ __global__ void stamp_kernel(unsigned long long* stamp) {
   stamp[1] = now;
 }
 
-/// The tiles of a kernel by their numbers, and how one is forced.
-struct Tiles {
-  const char* const* names;
-  int count;
-  void (*force)(int tile);
-};
-template <int kCount, int kNames>
-static constexpr Tiles tiles_of(const char* const (&names)[kNames], void (*force)(int)) {
-  static_assert(kNames == kCount);
-  return {names, kCount, force};
+static const char* tile_name(hopper::Product product, int tile) {
+  static constexpr const char* kUpNames[] = {"128x256", "128x256 finisher"};
+  static constexpr const char* kRowsNames[] = {"128x192 ping-pong", "128x256"};
+  static constexpr const char* kDownBackwardNames[] = {"128x128 ping-pong", "128x256 finisher",
+                                                       "128x256 finisher ahead"};
+  static constexpr const char* kWeightNames[] = {"256x192", "128x256", "192x256"};
+  static_assert(std::size(kUpNames) == hopper::kNumUpTiles &&
+                std::size(kRowsNames) == hopper::kNumRowsTiles &&
+                std::size(kDownBackwardNames) == hopper::kNumDownBackwardTiles &&
+                std::size(kWeightNames) == hopper::kNumWeightTiles);
+  switch (product) {
+    case hopper::Product::kUp: return kUpNames[tile];
+    case hopper::Product::kDown:
+    case hopper::Product::kUpBackward: return kRowsNames[tile];
+    case hopper::Product::kDownBackward: return kDownBackwardNames[tile];
+    default: return kWeightNames[tile];
+  }
 }
-static constexpr const char* kUpNames[] = {"128x256", "128x256 finisher"};
-static constexpr const char* kRowsNames[] = {"128x192 ping-pong", "128x256"};
-static constexpr const char* kDownBackwardNames[] = {"128x128 ping-pong", "128x256 finisher",
-                                                     "128x256 finisher ahead"};
-static constexpr const char* kWeightNames[] = {"256x192", "128x256", "192x256"};
-static constexpr Tiles kUpTiles = tiles_of<hopper::kNumUpTiles>(kUpNames, hopper::force_up_tile);
-static constexpr Tiles kRowsTiles = tiles_of<hopper::kNumRowsTiles>(kRowsNames, hopper::force_rows_tile);
-static constexpr Tiles kDownBackwardTiles =
-    tiles_of<hopper::kNumDownBackwardTiles>(kDownBackwardNames, hopper::force_down_backward_tile);
-static constexpr Tiles kWeightTiles =
-    tiles_of<hopper::kNumWeightTiles>(kWeightNames, hopper::force_weight_tile);
 
-/// tile.by_expert.raster, -1 for what the rule takes.
+/// A plan forced of one product.
 struct TriedPlan {
-  int tile = -1;
-  int by_expert = -1;
-  int raster = -1;
+  hopper::Product product;
+  hopper::ForcedPlan plan;
 
-  std::string name(const Tiles& tiles) const {
-    std::string name = tile < 0 ? "rule" : tiles.names[tile];
-    if (raster >= 0) name += " r" + std::to_string(raster);
-    if (by_expert >= 0) name += by_expert == 1 ? ", by expert" : ", in bands";
+  std::string name() const {
+    std::string name = plan.tile < 0 ? "rule" : tile_name(product, plan.tile);
+    if (plan.raster >= 0) name += " r" + std::to_string(plan.raster);
+    if (plan.by_expert >= 0) name += plan.by_expert == 1 ? ", by expert" : ", in bands";
+    if (plan.overlaps >= 0) name += plan.overlaps == 1 ? ", beside" : ", alone";
     return name;
+  }
+  /// tile.by_expert.raster and perhaps .overlaps; -1 for what the rule takes.
+  static TriedPlan parse(const char* what, hopper::Product product, const std::string& word) {
+    TriedPlan tried{product, {}};
+    hopper::ForcedPlan& p = tried.plan;
+    if (std::sscanf(word.c_str(), "%d.%d.%d.%d", &p.tile, &p.by_expert, &p.raster, &p.overlaps) < 3 ||
+        p.tile < -1 || p.tile >= hopper::num_tiles(product)) {
+      std::printf("%s: %s is not tile.by_expert.raster[.overlaps] with one of %d tiles\n", what, word.c_str(),
+                  hopper::num_tiles(product));
+      std::exit(2);
+    }
+    return tried;
   }
 };
 
 /// The plans that the environment's `variable` lists, or else the rule and every tile.
-static std::vector<TriedPlan> tried_plans(const char* variable, const Tiles& tiles) {
+static std::vector<TriedPlan> tried_plans(const char* variable, hopper::Product product) {
   std::vector<TriedPlan> plans;
   const char* value = std::getenv(variable);
   if (value == nullptr) {
-    for (int tile = -1; tile < tiles.count; ++tile) plans.push_back({tile});
+    for (int tile = -1; tile < hopper::num_tiles(product); ++tile) plans.push_back({product, {.tile = tile}});
     return plans;
   }
   std::istringstream words(value);
-  for (std::string word; words >> word;) {
-    TriedPlan plan;
-    if (std::sscanf(word.c_str(), "%d.%d.%d", &plan.tile, &plan.by_expert, &plan.raster) != 3 ||
-        plan.tile < -1 || plan.tile >= tiles.count) {
-      std::printf("%s: %s is not tile.by_expert.raster with one of %d tiles\n", variable, word.c_str(),
-                  tiles.count);
-      std::exit(2);
-    }
-    plans.push_back(plan);
-  }
+  for (std::string word; words >> word;) plans.push_back(TriedPlan::parse(variable, product, word));
   return plans;
 }
 
 template <class Call>
-static void with_plan(const TriedPlan& plan, const Tiles& tiles, Call call) {
-  tiles.force(plan.tile);
-  hopper::force_by_expert(plan.by_expert);
-  hopper::force_raster(plan.raster);
+static void with_plan(const TriedPlan& tried, Call call) {
+  hopper::force_plan(tried.product, tried.plan);
   call();
-  tiles.force(-1);
-  hopper::force_by_expert(-1);
-  hopper::force_raster(-1);
+  hopper::force_plan(tried.product);
 }
 
 struct Contestant {
@@ -466,6 +469,60 @@ static void take_turns(std::vector<Contestant>& contestants, int rounds, double 
   }
 }
 
+static double environment_number(const char* name, double otherwise) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? otherwise : std::atof(value);
+}
+
+/// Plans that are forced together.
+using TriedStep = std::vector<TriedPlan>;
+static constexpr const char* kProductNames[] = {"up",          "down",        "down_backward",
+                                                "up_backward", "down_weight", "up_weight"};
+static_assert(std::size(kProductNames) == hopper::kNumProducts);
+
+static std::string name_of(const TriedStep& step) {
+  std::string name;
+  for (const TriedPlan& plan : step) {
+    name += (name.empty() ? "" : " + ") + std::string(kProductNames[static_cast<int>(plan.product)]) + ' ' +
+            plan.name();
+  }
+  return name.empty() ? "rules" : name;
+}
+
+/// What MOESTRO_LAB_STEP_PLANS lists, or else every tile of every product.
+static std::vector<TriedStep> tried_steps() {
+  constexpr const char* kVariable = "MOESTRO_LAB_STEP_PLANS";
+  std::vector<TriedStep> steps;
+  const char* value = std::getenv(kVariable);
+  if (value == nullptr) {
+    for (int i = 0; i < hopper::kNumProducts; ++i) {
+      const auto product = static_cast<hopper::Product>(i);
+      for (int tile = 0; tile < hopper::num_tiles(product); ++tile)
+        steps.push_back({{product, {.tile = tile}}});
+    }
+    return steps;
+  }
+  std::istringstream words(value);
+  for (std::string word; words >> word;) {
+    TriedStep step;
+    std::istringstream parts(word);
+    for (std::string part; std::getline(parts, part, '+');) {
+      const std::size_t equals = part.find('=');
+      const auto* const product =
+          std::find(std::begin(kProductNames), std::end(kProductNames), part.substr(0, equals));
+      if (equals == std::string::npos || product == std::end(kProductNames)) {
+        std::printf("%s: %s is not product=plan\n", kVariable, part.c_str());
+        std::exit(2);
+      }
+      step.push_back(TriedPlan::parse(kVariable,
+                                      static_cast<hopper::Product>(product - std::begin(kProductNames)),
+                                      part.substr(equals + 1)));
+    }
+    steps.push_back(step);
+  }
+  return steps;
+}
+
 // ---- one problem ----
 
 struct Options {
@@ -476,6 +533,7 @@ struct Options {
   bool before = false;
   bool profile = false;
   bool turns = false;
+  bool steps = false;
   bool up_alone = false;
 };
 
@@ -898,6 +956,7 @@ struct Problem {
         (int)o.routing, (long long)R, (long long)S, host.num_tiles);
     std::fflush(stdout);
     if (o.turns) return turns();
+    if (o.steps) return steps();
     if (o.profile) return profile();
     const m::Context ctx = context();
     check_status(hopper::up_forward(up_args(true, true), ctx, nullptr));
@@ -910,9 +969,8 @@ struct Problem {
       std::printf("    FAILED: A without H differs from A with H\n");
     }
     for (int tile = 0; tile < hopper::kNumUpTiles; ++tile) {
-      hopper::force_up_tile(tile);
       for (const int by_expert : {0, 1}) {
-        hopper::force_by_expert(by_expert);
+        hopper::force_plan(hopper::Product::kUp, {.tile = tile, .by_expert = by_expert});
         h.poison();
         a.poison();
         check_status(hopper::up_forward(up_args(true, true), ctx, nullptr));
@@ -926,22 +984,20 @@ struct Problem {
         }
       }
     }
-    hopper::force_by_expert(-1);
-    hopper::force_up_tile(-1);
+    hopper::force_plans();
     if (o.up_alone) return;
     unsigned long long y_hash[hopper::kNumRowsTiles];
     for (int tile = 0; tile < hopper::kNumRowsTiles; ++tile) {
-      hopper::force_rows_tile(tile);
+      hopper::force_plan(hopper::Product::kDown, {.tile = tile});
       y.poison();
       check_status(hopper::down_forward(down_args(), ctx, nullptr));
       check_down();
       y_hash[tile] = hash_of(y);
       if (y_hash[tile] != y_hash[0]) std::printf("    note: tile %d gives other bits\n", tile);
     }
-    hopper::force_rows_tile(-1);
     for (int run = 0; run < 2 * hopper::kNumDownBackwardTiles; ++run) {  // each tile twice
       static unsigned long long first[4];
-      hopper::force_down_backward_tile(run / 2);
+      hopper::force_plan(hopper::Product::kDownBackward, {.tile = run / 2});
       d_h.poison();
       d_h_bias.poison();
       a_scaled.poison();
@@ -956,24 +1012,23 @@ struct Problem {
       }
       std::memcpy(first, now, sizeof now);
     }
-    hopper::force_down_backward_tile(-1);
     if (!o.before) {
       for (int tile = 0; tile < hopper::kNumRowsTiles; ++tile) {
-        hopper::force_rows_tile(tile);
+        hopper::force_plan(hopper::Product::kUpBackward, {.tile = tile});
         d_x.poison();
         check_status(hopper::up_backward(up_backward_args(), ctx, nullptr));
         check_up_backward();
       }
-      hopper::force_rows_tile(-1);
       for (int tile = 0; tile < hopper::kNumWeightTiles; ++tile) {
-        hopper::force_weight_tile(tile);
+        hopper::force_plan(hopper::Product::kDownWeight, {.tile = tile});
+        hopper::force_plan(hopper::Product::kUpWeight, {.tile = tile});
         for (const DType type : {kType, DType::kF32}) {
           check_weights(type, false);
           check_weights(type, true);
         }
       }
-      hopper::force_weight_tile(-1);
     }
+    hopper::force_plans();
     CHECK_CUDA(cudaDeviceSynchronize());
   }
 
@@ -981,11 +1036,10 @@ struct Problem {
   void profile() {
     const m::Context ctx = context();
     if (std::getenv("MOESTRO_LAB_ROWS_PLANS") != nullptr) {  // down and dX~, a plan after the other
-      for (const TriedPlan& plan : tried_plans("MOESTRO_LAB_ROWS_PLANS", kRowsTiles)) {
-        with_plan(plan, kRowsTiles, [&] {
-          check_status(hopper::down_forward(down_args(), ctx, nullptr));
-          check_status(hopper::up_backward(up_backward_args(), ctx, nullptr));
-        });
+      for (const TriedPlan& plan : tried_plans("MOESTRO_LAB_ROWS_PLANS", hopper::Product::kDown)) {
+        with_plan(plan, [&] { check_status(hopper::down_forward(down_args(), ctx, nullptr)); });
+        with_plan({hopper::Product::kUpBackward, plan.plan},
+                  [&] { check_status(hopper::up_backward(up_backward_args(), ctx, nullptr)); });
       }
       CHECK_CUDA(cudaDeviceSynchronize());
       return;
@@ -1000,8 +1054,9 @@ struct Problem {
   }
 
   /// A row for bench/results, where MOESTRO_LAB_JSON names a file.
+  /// `yardstick`: the name and the speed of what it took turns with.
   void write_row(const char* kernel, const std::string& variant, double ms, double tflops,
-                 double cublas_tflops, double ghz) const {
+                 const char* yardstick, double yardstick_tflops, double ghz) const {
     const char* path = std::getenv("MOESTRO_LAB_JSON");
     if (path == nullptr) return;
     const auto environment = [](const char* name) {
@@ -1014,27 +1069,95 @@ struct Problem {
       std::fprintf(file,
                    "{\"bench\": \"hopper_turns\", \"shape\": \"%s\", \"T\": %lld, \"d\": %lld, \"n\": %lld, "
                    "\"E\": %lld, \"K\": %lld, \"dtype\": \"%s\", \"routing\": \"%s\", \"kernel\": \"%s\", "
-                   "\"variant\": \"%s\", \"ms\": %.4f, \"tflops\": %.1f, \"cublas_tflops\": %.1f, "
+                   "\"variant\": \"%s\", \"ms\": %.4f, \"tflops\": %.1f, \"%s_tflops\": %.1f, "
                    "\"ghz\": %.3f, \"activation\": \"%s\", "
                    "\"device\": \"%s\", \"driver\": \"%s\", \"CUDA\": \"%d.%d\", \"date\": \"%s\", "
                    "\"commit\": \"%s\"}\n",
                    s.name, (long long)s.T, (long long)s.d, (long long)s.n, (long long)s.E, (long long)s.K,
                    kBf16 ? "bf16" : "f16", o.routing == Routing::kZipf ? "zipf" : "uniform", kernel,
-                   variant.c_str(), ms, tflops, cublas_tflops, ghz, m::name_of(o.activation.kind),
-                   device.name, environment("MOESTRO_LAB_DRIVER"), CUDART_VERSION / 1000,
-                   CUDART_VERSION % 1000 / 10, environment("MOESTRO_LAB_DATE"),
+                   variant.c_str(), ms, tflops, yardstick, yardstick_tflops, ghz,
+                   m::name_of(o.activation.kind), device.name, environment("MOESTRO_LAB_DRIVER"),
+                   CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, environment("MOESTRO_LAB_DATE"),
                    environment("MOESTRO_LAB_COMMIT"));
       std::fclose(file);
     }
   }
 
+  /// The whole layer under the rules and under other plans, in turns: what a plan costs others in power, and
+  /// where they overlap, counts as well.
+  void steps() {
+    m::LayerConfig config;
+    config.num_tokens = s.T;
+    config.d_model = s.d;
+    config.d_ff = s.n;
+    config.num_experts = s.E;
+    config.top_k = s.K;
+    config.dtype = kType;
+    config.activation = o.activation;
+    m::Context ctx;
+    ctx.backend = m::BackendId::kCUDA;
+    ctx.path = m::KernelPath::kHopper;
+    const m::LayerBytes bytes = m::layer_bytes(config, ctx);
+    const Buffer saved(bytes.saved);
+    const Buffer scratch(std::max(bytes.forward_workspace, bytes.backward_workspace));
+    const Buffer y_tokens(size(s.T, s.d));
+    const Buffer d_x_tokens(size(s.T, s.d));
+    fill(s_row.as<float>(), S, 8, 0.2F, 0.5F);
+    ctx.workspace = scratch.data;
+    ctx.workspace_bytes = scratch.bytes;
+    m::LayerForwardArgs forward;
+    forward.x = view(x, {s.T, s.d});
+    forward.expert_ids = view(*upload(host.ids), {s.T, s.K}, DType::kI32);
+    forward.weights = view(s_row, {s.T, s.K}, DType::kF32);
+    forward.w_up = view(w_up, {s.E, W, s.d});
+    forward.w_down = view(w_down, {s.E, s.d, s.n});
+    forward.y = view(y_tokens, {s.T, s.d});
+    forward.saved = saved.data;
+    forward.saved_bytes = saved.bytes;
+    m::LayerBackwardArgs backward;
+    backward.d_y = view(d_y, {s.T, s.d});
+    backward.x = forward.x;
+    backward.weights = forward.weights;
+    backward.w_up = forward.w_up;
+    backward.w_down = forward.w_down;
+    backward.saved = saved.data;
+    backward.saved_bytes = saved.bytes;
+    backward.d_x = view(d_x_tokens, {s.T, s.d});
+    backward.d_weights = view(d_weights, {s.T, s.K}, DType::kF32);
+    backward.d_w_up = view(d_w_up, {s.E, W, s.d});
+    backward.d_w_down = view(d_w_down, {s.E, s.d, s.n});
+    const auto call = [=] {
+      check_status(m::layer_forward(config, forward, ctx));
+      check_status(m::layer_backward(config, backward, ctx));
+    };
+    std::vector<Contestant> list = {{"rules", call, {}, {}}, {"rules again", call, {}, {}}};
+    for (const TriedStep& step : tried_steps()) {
+      list.push_back({name_of(step),
+                      [=] {
+                        for (const TriedPlan& tried : step) hopper::force_plan(tried.product, tried.plan);
+                        call();
+                        hopper::force_plans();
+                      },
+                      {},
+                      {}});
+    }
+    take_turns(list, static_cast<int>(environment_number("MOESTRO_LAB_ROUNDS", 7)),
+               environment_number("MOESTRO_LAB_TURN_MS", 60));
+    const double flops = 6.0 * R * s.d * (W + s.n);
+    const double rules = middle_of(list[0].ms);
+    for (const Contestant& c : list) {
+      const double ms = middle_of(c.ms);
+      std::printf("  step %-60s %8.3f ms [%.3f %.3f]  %.4f of the rules  %.3f GHz\n", c.name.c_str(), ms,
+                  *std::min_element(c.ms.begin(), c.ms.end()), *std::max_element(c.ms.begin(), c.ms.end()),
+                  ms / rules, middle_of(c.ghz));
+      write_row("step", c.name, ms, flops / ms * 1e-9, "rules", flops / rules * 1e-9, middle_of(c.ghz));
+    }
+    std::fflush(stdout);
+  }
+
   /// Plans in turns with the yardstick of the same product.
   void turns() {
     const m::Context ctx = context();
-    const auto number = [](const char* name, double otherwise) {
-      const char* value = std::getenv(name);
-      return value == nullptr ? otherwise : std::atof(value);
-    };
     const char* kernels = std::getenv("MOESTRO_LAB_KERNELS");
     const std::string list_of_kernels =
         std::string(",").append(kernels != nullptr ? kernels : "").append(",");
@@ -1050,7 +1173,8 @@ struct Problem {
     check_status(hopper::up_backward(up_backward_args(), ctx, nullptr));
     check_up_backward();
     const auto run_turns = [&](const char* kernel, double flops, std::vector<Contestant>& list) {
-      take_turns(list, static_cast<int>(number("MOESTRO_LAB_ROUNDS", 3)), number("MOESTRO_LAB_TURN_MS", 30));
+      take_turns(list, static_cast<int>(environment_number("MOESTRO_LAB_ROUNDS", 3)),
+                 environment_number("MOESTRO_LAB_TURN_MS", 30));
       const double yardstick = middle_of(list[0].ms);
       for (const Contestant& c : list) {
         const double ms = middle_of(c.ms);
@@ -1061,18 +1185,16 @@ struct Problem {
             kernel, c.name.c_str(), ms, *std::min_element(c.ms.begin(), c.ms.end()),
             *std::max_element(c.ms.begin(), c.ms.end()), flops / ms * 1e-9, yardstick / ms, middle_of(c.ghz),
             cycles * 1e-6, flops / 132 / 4096 / cycles);
-        write_row(kernel, c.name, ms, flops / ms * 1e-9, flops / yardstick * 1e-9, middle_of(c.ghz));
+        write_row(kernel, c.name, ms, flops / ms * 1e-9, "cublas", flops / yardstick * 1e-9,
+                  middle_of(c.ghz));
       }
       std::fflush(stdout);
     };
-    // cuBLAS, then the plans of `tiles` that `variable` lists.
-    const auto contestants = [&](auto product, const char* variable, const Tiles& tiles, auto call) {
-      std::vector<Contestant> list = {{"cuBLAS", product, {}, {}}};
-      for (const TriedPlan& plan : tried_plans(variable, tiles)) {
-        list.push_back({plan.name(tiles),
-                        [=, &tiles] { with_plan(plan, tiles, [&] { check_status(call()); }); },
-                        {},
-                        {}});
+    // cuBLAS, then the plans of the product that `variable` lists.
+    const auto contestants = [&](auto yardstick, const char* variable, hopper::Product product, auto call) {
+      std::vector<Contestant> list = {{"cuBLAS", yardstick, {}, {}}};
+      for (const TriedPlan& plan : tried_plans(variable, product)) {
+        list.push_back({plan.name(), [=] { with_plan(plan, [&] { check_status(call()); }); }, {}, {}});
       }
       return list;
     };
@@ -1093,27 +1215,27 @@ struct Problem {
          {Outputs{"up", true, true}, Outputs{"up_h", true, false}, Outputs{"up_a", false, true}}) {
       if (!wants(name)) continue;
       auto list = contestants(
-          product(false, true, rows, W, s.d, y, w_up, h), "MOESTRO_LAB_UP_PLANS", kUpTiles,
+          product(false, true, rows, W, s.d, y, w_up, h), "MOESTRO_LAB_UP_PLANS", hopper::Product::kUp,
           [=, this, h = with_h, a = with_a] { return hopper::up_forward(up_args(h, a), ctx, nullptr); });
       run_turns(name, up_flops, list);
     }
     if (wants("down")) {
-      auto list =
-          contestants(product(false, true, rows, s.d, s.n, a, w_down, d_x), "MOESTRO_LAB_ROWS_PLANS",
-                      kRowsTiles, [=, this] { return hopper::down_forward(down_args(), ctx, nullptr); });
+      auto list = contestants(product(false, true, rows, s.d, s.n, a, w_down, d_x), "MOESTRO_LAB_ROWS_PLANS",
+                              hopper::Product::kDown,
+                              [=, this] { return hopper::down_forward(down_args(), ctx, nullptr); });
       run_turns("down", down_flops, list);
     }
     if (wants("down_backward")) {
       auto list = contestants(product(false, false, rows, s.n, s.d, y, w_down, a),
-                              "MOESTRO_LAB_DOWN_BACKWARD_PLANS", kDownBackwardTiles, [=, this] {
+                              "MOESTRO_LAB_DOWN_BACKWARD_PLANS", hopper::Product::kDownBackward, [=, this] {
                                 return hopper::down_backward(down_backward_args(), ctx, nullptr);
                               });
       run_turns("down_backward", down_flops, list);
     }
     if (wants("up_backward")) {
-      auto list =
-          contestants(product(false, false, rows, s.d, W, d_h, w_up, y), "MOESTRO_LAB_ROWS_PLANS", kRowsTiles,
-                      [=, this] { return hopper::up_backward(up_backward_args(), ctx, nullptr); });
+      auto list = contestants(product(false, false, rows, s.d, W, d_h, w_up, y), "MOESTRO_LAB_ROWS_PLANS",
+                              hopper::Product::kUpBackward,
+                              [=, this] { return hopper::up_backward(up_backward_args(), ctx, nullptr); });
       run_turns("up_backward", up_flops, list);
     }
     const bool into_f32 = std::getenv("MOESTRO_LAB_F32") != nullptr;
@@ -1121,7 +1243,7 @@ struct Problem {
     if (wants("up_weight")) {
       auto list =
           contestants(product(true, false, W, s.d, rows, d_h, y, d_w_up), "MOESTRO_LAB_WEIGHT_PLANS",
-                      kWeightTiles, [=, this] {
+                      hopper::Product::kUpWeight, [=, this] {
                         return hopper::up_weight_backward(up_weight_args(grad_type, into_f32), ctx, nullptr);
                       });
       run_turns("up_weight", up_flops, list);
@@ -1129,7 +1251,7 @@ struct Problem {
     if (wants("down_weight")) {
       fill(a_scaled.as<Element>(), R * s.n, 12, 1.0F);
       auto list = contestants(product(true, false, s.d, s.n, rows, y, a_scaled, d_w_down),
-                              "MOESTRO_LAB_WEIGHT_PLANS", kWeightTiles, [=, this] {
+                              "MOESTRO_LAB_WEIGHT_PLANS", hopper::Product::kDownWeight, [=, this] {
                                 return hopper::down_weight_backward(down_weight_args(grad_type, into_f32),
                                                                     ctx, nullptr);
                               });
@@ -1145,8 +1267,8 @@ static void run(const Shape& shape, const Options& options, Cublas* cublas) {
 
 int main(int argc, char** argv) {
   const std::string mode = argc < 2 ? "" : argv[1];
-  if (mode != "check" && mode != "samples" && mode != "turns" && mode != "profile") {
-    std::printf("usage: hopper_lab check | samples SHAPE... | turns SHAPE... | profile SHAPE...\n");
+  if (mode != "check" && mode != "samples" && mode != "turns" && mode != "steps" && mode != "profile") {
+    std::printf("usage: hopper_lab check | samples, turns, steps or profile SHAPE...\n");
     return 1;
   }
   Cublas cublas;
@@ -1202,6 +1324,7 @@ int main(int argc, char** argv) {
     Options options;
     options.profile = mode == "profile";
     options.turns = mode == "turns";
+    options.steps = mode == "steps";
     if (std::getenv("MOESTRO_LAB_OAI") != nullptr) {
       options.activation.kind = m::ActivationKind::kSwiGLUOAI;
       options.bias = true;

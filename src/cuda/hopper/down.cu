@@ -37,7 +37,7 @@ Status down_forward(const DownForwardArgs& args, const Context& ctx, cudaStream_
   const auto run = [&](auto element) {
     return launch_rows<decltype(element), LoadWeightAlongK>("down_forward", p, args.w_down, 1,
                                                             GateLayout::kConcatenated, num_slots, args.index,
-                                                            plan_rows(n, d), ctx, stream);
+                                                            plan_rows(Product::kDown, n, d), ctx, stream);
   };
   return args.a.dtype == DType::kBF16 ? run(__nv_bfloat16{}) : run(__half{});
 }

@@ -128,7 +128,7 @@ Status down_backward(const DownBackwardArgs& args, const Context& ctx, cudaStrea
                          ctx.workspace_bytes, needed);
   }
 
-  const DownBackwardPlan plan = plan_down_backward(d, n, before);
+  const Plan<DownBackwardTile> plan = plan_down_backward(d, n, before);
   Parameters p{};
   set_row_tiles(args.index, ceil_div(n, columns_of(plan.tile)), plan.walk, &p);
   p.source = args.d_y.data;

@@ -8,22 +8,20 @@
 
 namespace moestro::cuda::hopper {
 namespace {
-std::atomic<int> forced_weight_tile{-1};
-std::atomic<int> forced_rows_tile{-1};
-std::atomic<int> forced_down_backward_tile{-1};
-std::atomic<int> forced_up_tile{-1};
-std::atomic<int> forced_raster{-1};
-std::atomic<int> forced_by_expert{-1};
+struct {
+  std::atomic<int> tile{-1}, by_expert{-1}, raster{-1}, overlaps{-1};
+} forced_plans[kNumProducts];
 
-Walk forced_or(const Walk& rule) {
-  const int by_expert = forced_by_expert;
-  return {plan_raster(rule.raster), by_expert >= 0 ? by_expert != 0 : rule.by_expert};
-}
-
-/// `forced` where it is one of the `count` tiles.
+/// `plan`, but for what is forced of `product`.
 template <class Tile>
-Tile forced_or(int forced, int count, Tile rule) {
-  return forced >= 0 && forced < count ? static_cast<Tile>(forced) : rule;
+Plan<Tile> forced_or(Product product, Plan<Tile> plan) {
+  const auto& forced = forced_plans[static_cast<int>(product)];
+  if (const int tile = forced.tile; tile >= 0 && tile < num_tiles(product))
+    plan.tile = static_cast<Tile>(tile);
+  if (const int by_expert = forced.by_expert; by_expert >= 0) plan.walk.by_expert = by_expert != 0;
+  if (const int raster = forced.raster; raster > 0) plan.walk.raster = raster;
+  if (const int overlaps = forced.overlaps; overlaps >= 0) plan.overlaps = overlaps != 0;
+  return plan;
 }
 
 /// Does an expert's weight (of 16 bits) take so much of L2 that the bands of rows that follow each other read
@@ -31,33 +29,38 @@ Tile forced_or(int forced, int count, Tile rule) {
 bool weight_fills_l2(std::int64_t k, std::int64_t cols) {
   return k * cols >= 12'500'000;
 }
+
+/// The same, and its product has too few columns of tiles to be walked expert by expert. Blocks that begin
+/// one after the other then find less of what they share in L2, which costs more than an early start gains.
+bool must_start_together(std::int64_t k, std::int64_t cols) {
+  return weight_fills_l2(k, cols) && cols <= 2048;
+}
 }  // namespace
 
-void force_rows_tile(int tile) {
-  forced_rows_tile = tile;
-}
-void force_down_backward_tile(int tile) {
-  forced_down_backward_tile = tile;
-}
-void force_up_tile(int tile) {
-  forced_up_tile = tile;
-}
-void force_weight_tile(int tile) {
-  forced_weight_tile = tile;
-}
-void force_raster(int raster) {
-  forced_raster = raster;
-}
-void force_by_expert(int by_expert) {
-  forced_by_expert = by_expert;
+int num_tiles(Product product) {
+  switch (product) {
+    case Product::kUp: return kNumUpTiles;
+    case Product::kDown:
+    case Product::kUpBackward: return kNumRowsTiles;
+    case Product::kDownBackward: return kNumDownBackwardTiles;
+    case Product::kDownWeight:
+    case Product::kUpWeight: break;
+  }
+  return kNumWeightTiles;
 }
 
-int plan_raster(int rule) {
-  const int raster = forced_raster;
-  return raster > 0 ? raster : rule;
+void force_plan(Product product, const ForcedPlan& plan) {
+  auto& forced = forced_plans[static_cast<int>(product)];
+  forced.tile = plan.tile;
+  forced.by_expert = plan.by_expert;
+  forced.raster = plan.raster;
+  forced.overlaps = plan.overlaps;
+}
+void force_plans(const ForcedPlan& plan) {
+  for (int product = 0; product < kNumProducts; ++product) force_plan(static_cast<Product>(product), plan);
 }
 
-Plan plan_rows(std::int64_t k, std::int64_t cols) {
+Plan<RowsTile> plan_rows(Product product, std::int64_t k, std::int64_t cols) {
   // A long sum hides the cooperative tile's epilogue, and its operands cost less of the L2's bandwidth; else
   // ping-pong wins. A tile whose columns divide the output's badly loses. Fitted to
   // bench/results/hopper_turns.jsonl, as all that follows.
@@ -66,37 +69,39 @@ Plan plan_rows(std::int64_t k, std::int64_t cols) {
   };
   const bool long_sum = k >= 4096 || (k >= 2048 && (wider(192, 256) || k * cols >= 8'000'000));
   const RowsTile rule = long_sum && !wider(256, 192) ? RowsTile::kCooperative256 : RowsTile::kPingPong192;
-  const bool by_expert = weight_fills_l2(k, cols) && cols > 2048;
+  const bool by_expert = weight_fills_l2(k, cols) && !must_start_together(k, cols);
   const int raster = by_expert || (k <= 2048 && cols >= 2048) ? 16 : 8;
-  return {forced_or(forced_rows_tile, kNumRowsTiles, rule), forced_or({raster, by_expert})};
+  return forced_or<RowsTile>(product, {rule, {raster, by_expert}, !must_start_together(k, cols)});
 }
 
-UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated, bool has_finisher) {
+Plan<UpTile> plan_up(std::int64_t k, std::int64_t cols, bool gated, bool has_finisher) {
   // A finisher hides what follows a sum, with a shorter ring, which costs more than it gains where sums are
   // long.
   const UpTile rule = has_finisher && k < 4096 ? UpTile::kFinisher256 : UpTile::kCooperative256;
   // Expert by expert an expert's weight is read from memory once, but finding a tile takes longer: it pays
   // where d is large.
   const int raster = k <= 1024 && (gated ? 2 : 1) * k * cols >= 8'000'000 ? 32 : 16;
-  return {forced_or(forced_up_tile, kNumUpTiles, rule), forced_or({raster, k > 4096})};
+  return forced_or<UpTile>(Product::kUp, {rule, {raster, k > 4096}});
 }
 
-DownBackwardPlan plan_down_backward(std::int64_t k, std::int64_t cols, bool before) {
+Plan<DownBackwardTile> plan_down_backward(std::int64_t k, std::int64_t cols, bool before) {
   using enum DownBackwardTile;
   const bool large = weight_fills_l2(k, cols);
-  const Walk walk = forced_or({large ? 16 : k >= 2048 ? 8 : 4, large && k >= 4096});
-  if (before) return {kFinisherAhead256, walk};
   // The wide tile moves fewer bytes; its finisher hides behind long sums. A last tile that is half empty
   // costs what it gains.
   const std::int64_t wide = ceil_div(cols, 256) * 256;
   const std::int64_t narrow = ceil_div(cols, 128) * 128;
   DownBackwardTile rule = k < 1536 ? kFinisherAhead256 : kFinisher256;
   if (wide * 100 > narrow * 112) rule = kPingPong128;
-  return {forced_or(forced_down_backward_tile, kNumDownBackwardTiles, rule), walk};
+  const int raster = large ? 16 : k >= 2048 ? 8 : 4;
+  Plan<DownBackwardTile> plan =
+      forced_or<DownBackwardTile>(Product::kDownBackward, {rule, {raster, large && k >= 4096}});
+  if (before) plan.tile = kFinisherAhead256;
+  return plan;
 }
 
-WeightTile plan_weight(std::int64_t num_experts, std::int64_t routed, std::int64_t gathered,
-                       int multiprocessors) {
+Plan<WeightTile> plan_weight(Product product, std::int64_t num_experts, std::int64_t routed,
+                             std::int64_t gathered, int multiprocessors) {
   // Time in columns squared: waves x what a tile takes. The small tile loads a third more for each product.
   const auto cost = [&](int tile_routed, int tile_gathered, double slowness) {
     const double tiles =
@@ -109,7 +114,7 @@ WeightTile plan_weight(std::int64_t num_experts, std::int64_t routed, std::int64
   const double small = cost(128, 256, 1.1);
   const WeightTile large = wide < tall ? WeightTile::k192x256 : WeightTile::k256x192;
   const WeightTile rule = small < std::min(wide, tall) ? WeightTile::k128x256 : large;
-  return forced_or(forced_weight_tile, kNumWeightTiles, rule);
+  return forced_or<WeightTile>(product, {rule, {16, true}, !must_start_together(routed, gathered)});
 }
 
 }  // namespace moestro::cuda::hopper

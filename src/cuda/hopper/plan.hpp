@@ -5,10 +5,21 @@
 
 namespace moestro::cuda::hopper {
 
-/// In which order tiles of routed rows are drawn.
+/// The products that have plans.
+enum class Product : std::uint8_t { kUp, kDown, kDownBackward, kUpBackward, kDownWeight, kUpWeight };
+constexpr int kNumProducts = 6;
+
+/// In which order tiles are drawn.
 struct Walk {
   int raster;      ///< tiles along M in a band
-  bool by_expert;  ///< no band crosses from one expert to the next
+  bool by_expert;  ///< no band crosses from one expert to the next; so it always is in a weight's gradient
+};
+
+template <class Tile>
+struct Plan {
+  Tile tile;
+  Walk walk;
+  bool overlaps = true;  ///< begins beside the kernel before, where the layer allows it
 };
 
 /// Tile of a product whose output has one row a routed row (down's forward, up's backward).
@@ -18,13 +29,8 @@ enum class RowsTile : std::uint8_t {
 };
 constexpr int kNumRowsTiles = 2;
 
-struct Plan {
-  RowsTile rows_tile;
-  Walk walk;
-};
-
-/// `k` is the length of the sum, `cols` the width of the output.
-Plan plan_rows(std::int64_t k, std::int64_t cols);
+/// `product` is kDown or kUpBackward; `k` is the length of the sum, `cols` the width of the output.
+Plan<RowsTile> plan_rows(Product product, std::int64_t k, std::int64_t cols);
 
 /// Tile of up's forward, 128 x 256, both consumer warpgroups on one. Gated: half of its columns are gate, the
 /// other half the up of the same columns.
@@ -34,13 +40,8 @@ enum class UpTile : std::uint8_t {
 };
 constexpr int kNumUpTiles = 2;
 
-struct UpPlan {
-  UpTile tile;
-  Walk walk;
-};
-
 /// `k` is d, `cols` n; `has_finisher`: for this activation.
-UpPlan plan_up(std::int64_t k, std::int64_t cols, bool gated, bool has_finisher);
+Plan<UpTile> plan_up(std::int64_t k, std::int64_t cols, bool gated, bool has_finisher);
 
 /// Tile of down's backward.
 enum class DownBackwardTile : std::uint8_t {
@@ -50,30 +51,29 @@ enum class DownBackwardTile : std::uint8_t {
 };
 constexpr int kNumDownBackwardTiles = 3;
 
-struct DownBackwardPlan {
-  DownBackwardTile tile;
-  Walk walk;
-};
-
 /// `k` is d, `cols` is n. `before`: the routing weight acts before the expert, which one tile alone can.
-DownBackwardPlan plan_down_backward(std::int64_t k, std::int64_t cols, bool before);
+Plan<DownBackwardTile> plan_down_backward(std::int64_t k, std::int64_t cols, bool before);
 
 /// Tile of a weight's gradient: columns of dH or A' x columns of x or dY.
 enum class WeightTile : std::uint8_t { k256x192, k128x256, k192x256 };
 constexpr int kNumWeightTiles = 3;
 
-/// `routed` and `gathered` are the widths of the two operands.
-WeightTile plan_weight(std::int64_t num_experts, std::int64_t routed, std::int64_t gathered,
-                       int multiprocessors);
+/// `product` is kDownWeight or kUpWeight; `routed` and `gathered` are the widths of the two operands.
+Plan<WeightTile> plan_weight(Product product, std::int64_t num_experts, std::int64_t routed,
+                             std::int64_t gathered, int multiprocessors);
 
-/// For tests and measurements: what the rules return instead of their answer; -1 gives the rule back.
-void force_weight_tile(int tile);
-void force_rows_tile(int tile);
-void force_down_backward_tile(int tile);
-void force_up_tile(int tile);
-void force_raster(int raster);
-void force_by_expert(int by_expert);
-/// The raster of the other kernels: `rule`, unless one is forced.
-int plan_raster(int rule);
+/// How many tiles `product` can take.
+int num_tiles(Product product);
+
+/// For tests and measurements: what the rules return instead of their answer; -1 leaves it to them.
+struct ForcedPlan {
+  int tile = -1;
+  int by_expert = -1;
+  int raster = -1;
+  int overlaps = -1;
+};
+void force_plan(Product product, const ForcedPlan& plan = {});
+/// The same of all products.
+void force_plans(const ForcedPlan& plan = {});
 
 }  // namespace moestro::cuda::hopper

@@ -43,14 +43,14 @@ Status launch_rows_tile(const char* name, Parameters& p, const TensorView& weigh
 
 template <class Element, template <int> class LoadB>
 Status launch_rows(const char* name, Parameters& p, const TensorView& weight, int planes, GateLayout layout,
-                   std::int64_t num_slots, const Index& index, const Plan& plan, const Context& ctx,
+                   std::int64_t num_slots, const Index& index, const Plan<RowsTile>& plan, const Context& ctx,
                    cudaStream_t stream) {
   const auto run = [&]<RowsTile kTile>() {
     return launch_rows_tile<Element, LoadB, kTile>(name, p, weight, planes, layout, num_slots, index,
                                                    plan.walk, ctx, stream);
   };
-  return plan.rows_tile == RowsTile::kPingPong192 ? run.template operator()<RowsTile::kPingPong192>()
-                                                  : run.template operator()<RowsTile::kCooperative256>();
+  return plan.tile == RowsTile::kPingPong192 ? run.template operator()<RowsTile::kPingPong192>()
+                                             : run.template operator()<RowsTile::kCooperative256>();
 }
 
 }  // namespace moestro::cuda::hopper

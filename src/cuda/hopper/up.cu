@@ -100,7 +100,7 @@ Status up_forward(const UpForwardArgs& args, const Context& ctx, cudaStream_t st
 
   const ActivationFamily family = kernel_family(args);
   const bool any_kind = family == ActivationFamily::kGated || family == ActivationFamily::kUngated;
-  const UpPlan plan = plan_up(d, n, planes == 2, !any_kind);
+  const Plan<UpTile> plan = plan_up(d, n, planes == 2, !any_kind);
 
   Parameters p{};
   set_row_tiles(args.index, ceil_div(n, kTileN / planes), plan.walk, &p);

@@ -29,13 +29,13 @@ Status up_backward(const UpBackwardArgs& args, const Context& ctx, cudaStream_t 
   p.k_tiles_of_plane = static_cast<int>(ceil_div(n, 64));
   p.k_tiles = planes * p.k_tiles_of_plane;
   p.cols = static_cast<int>(d);
-  p.beside_previous = ctx.beside_previous;
+  const Plan<RowsTile> plan = plan_rows(Product::kUpBackward, planes * n, d);
+  p.beside_previous = ctx.beside_previous && plan.overlaps;
   MOESTRO_RETURN_IF_ERROR(make_rows_map("up_backward: d_h", args.d_h, planes, kTileM, &p.a));
   MOESTRO_RETURN_IF_ERROR(make_rows_output("up_backward: d_x_rows", args.d_x_rows, 1, &p.rows_out));
   const auto run = [&](auto element) {
-    return launch_rows<decltype(element), LoadWeightColumns>("up_backward", p, args.w_up, planes,
-                                                             args.gate_layout, num_slots, args.index,
-                                                             plan_rows(planes * n, d), ctx, stream);
+    return launch_rows<decltype(element), LoadWeightColumns>(
+        "up_backward", p, args.w_up, planes, args.gate_layout, num_slots, args.index, plan, ctx, stream);
   };
   return args.d_h.dtype == DType::kBF16 ? run(__nv_bfloat16{}) : run(__half{});
 }

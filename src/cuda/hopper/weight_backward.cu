@@ -57,9 +57,10 @@ Status launch_tile(const char* name, Parameters& p, const TensorView& rows, cons
 
 /// d_weight[e] = sum over the rows r of e of source[token(r)]^T rows[r], or its transpose.
 template <class Element, bool kTransposed>
-Status launch_weight(const char* name, const TensorView& source, const TensorView& rows, int planes,
+Status launch_weight(Product product, const TensorView& source, const TensorView& rows, int planes,
                      const Index& index, GateLayout layout, const TensorView& d_weight, bool accumulate,
                      const Context& ctx, cudaStream_t stream) {
+  const char* const name = product == Product::kUpWeight ? "up_weight_backward" : "down_weight_backward";
   const bool wide = d_weight.dtype == DType::kF32;
   Parameters p{};
   p.source = source.data;
@@ -71,20 +72,21 @@ Status launch_weight(const char* name, const TensorView& source, const TensorVie
   p.num_experts = static_cast<int>(d_weight.extent[0]);
   p.num_planes = planes;
   p.slabs_of_plane = static_cast<int>(ceil_div(rows.extent[1] / planes, 64));
-  p.raster = plan_raster(16);
   const Device* device = nullptr;
   MOESTRO_RETURN_IF_ERROR(find_device(ctx, &device));
   p.multiprocessors = device->sm_count;
   p.accumulate = accumulate;
-  p.beside_previous = ctx.beside_previous;
+  const Plan<WeightTile> plan =
+      plan_weight(product, p.num_experts, rows.extent[1], source.extent[1], p.multiprocessors);
+  p.raster = plan.walk.raster;
+  p.beside_previous = ctx.beside_previous && plan.overlaps;
   MOESTRO_RETURN_IF_ERROR(make_weight_map(name, d_weight, planes, layout, 1, wide ? 32 : 64, &p.weight_out));
-  const WeightTile tile = plan_weight(p.num_experts, rows.extent[1], source.extent[1], p.multiprocessors);
   const auto run = [&](auto output) {
     using Output = decltype(output);
     const auto on = [&]<WeightTile kTile>() {
       return launch_tile<WeightKernel<Element, Output, kTransposed, kTile>>(name, p, rows, ctx, stream);
     };
-    switch (tile) {
+    switch (plan.tile) {
       case WeightTile::k256x192: return on.template operator()<WeightTile::k256x192>();
       case WeightTile::k192x256: return on.template operator()<WeightTile::k192x256>();
       case WeightTile::k128x256: break;
@@ -124,7 +126,7 @@ Status up_weight_backward(const UpWeightBackwardArgs& args, const Context& ctx, 
     return Status::error(StatusCode::kUnsupported, "up_weight_backward: no Hopper kernel: %s", reason);
   }
   const auto run = [&](auto element) {
-    return launch_weight<decltype(element), false>("up_weight_backward", args.x, args.d_h, args.gated ? 2 : 1,
+    return launch_weight<decltype(element), false>(Product::kUpWeight, args.x, args.d_h, args.gated ? 2 : 1,
                                                    args.index, args.gate_layout, args.d_w_up, args.accumulate,
                                                    ctx, stream);
   };
@@ -136,7 +138,7 @@ Status down_weight_backward(const DownWeightBackwardArgs& args, const Context& c
     return Status::error(StatusCode::kUnsupported, "down_weight_backward: no Hopper kernel: %s", reason);
   }
   const auto run = [&](auto element) {
-    return launch_weight<decltype(element), true>("down_weight_backward", args.d_y, args.a_scaled, 1,
+    return launch_weight<decltype(element), true>(Product::kDownWeight, args.d_y, args.a_scaled, 1,
                                                   args.index, GateLayout::kConcatenated, args.d_w_down,
                                                   args.accumulate, ctx, stream);
   };
