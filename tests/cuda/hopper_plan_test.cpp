@@ -75,6 +75,21 @@ TEST(CudaPlanTest, HopperPlansCanBeForced) {
   EXPECT_EQ(hopper::plan_up(512, 2048, true, true).walk.raster, 3);
   EXPECT_EQ(hopper::plan_down_backward(512, 2048, false).walk.raster, 3);
   EXPECT_EQ(hopper::plan_weight(Product::kUpWeight, 8, 512, 2048, 132).walk.raster, 3);
+  for (const bool by_expert : {false, true}) {
+    hopper::force_plans({.by_expert = by_expert ? 1 : 0});
+    EXPECT_EQ(hopper::plan_up(2048, 1024, true, true).walk.by_expert, by_expert);
+    EXPECT_EQ(hopper::plan_rows(Product::kDown, 2048, 1000).walk.by_expert, by_expert);
+    EXPECT_EQ(hopper::plan_rows(Product::kUpBackward, 2048, 1000).walk.by_expert, by_expert);
+    EXPECT_EQ(hopper::plan_down_backward(2048, 1000, false).walk.by_expert, by_expert);
+  }
+  for (int tile = 0; tile < hopper::num_tiles(Product::kUp); ++tile) {
+    hopper::force_plan(Product::kUp, {.tile = tile});
+    EXPECT_EQ(static_cast<int>(hopper::plan_up(4096, 1024, true, true).tile), tile);
+  }
+  for (int tile = 0; tile < hopper::num_tiles(Product::kUpWeight); ++tile) {
+    hopper::force_plan(Product::kUpWeight, {.tile = tile});
+    EXPECT_EQ(static_cast<int>(hopper::plan_weight(Product::kUpWeight, 8, 512, 2048, 132).tile), tile);
+  }
   hopper::force_plans();
   EXPECT_EQ(plan().tile, rule.tile);
   EXPECT_EQ(plan().walk.raster, rule.walk.raster);

@@ -9,13 +9,12 @@
 ///                               MOESTRO_LAB_ROUNDS, MOESTRO_LAB_TURN_MS; plans as tile.by_expert.raster in
 ///                               MOESTRO_LAB_UP_PLANS, _ROWS_PLANS (of down and dX~), _DOWN_BACKWARD_PLANS
 ///                               and _WEIGHT_PLANS
-///   hopper_lab steps SHAPE...   forward and backward of the layer in turns, under the rules and under plans
-///   of
-///                               MOESTRO_LAB_STEP_PLANS: product=tile.by_expert.raster.overlaps, more of them
-///                               joined by +; or else under every tile of every product
+///   hopper_lab steps SHAPE...   forward and backward of the layer in turns, by the rules and with the plans
+///                               that MOESTRO_LAB_STEP_PLANS lists, or else every tile of every product:
+///                               product=tile.by_expert.raster.overlaps, + between those forced together
 ///   hopper_lab profile SHAPE... each kernel once, for a profiler, or MOESTRO_LAB_ROWS_PLANS
 /// MOESTRO_LAB_ZIPF skews the routing, MOESTRO_LAB_OAI takes SwiGLU-OAI and biases, MOESTRO_LAB_SILU SiLU
-/// without gate; MOESTRO_LAB_F32 adds weights' gradients to f32 ones.
+/// without gate; MOESTRO_LAB_F32 adds weights' gradients to f32 ones (turns).
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -410,10 +409,10 @@ static std::vector<TriedPlan> tried_plans(const char* variable, hopper::Product 
 }
 
 template <class Call>
-static void with_plan(const TriedPlan& tried, Call call) {
-  hopper::force_plan(tried.product, tried.plan);
+static void with_plans(const std::vector<TriedPlan>& plans, Call call) {
+  for (const TriedPlan& tried : plans) hopper::force_plan(tried.product, tried.plan);
   call();
-  hopper::force_plan(tried.product);
+  hopper::force_plans();
 }
 
 struct Contestant {
@@ -525,15 +524,15 @@ static std::vector<TriedStep> tried_steps() {
 
 // ---- one problem ----
 
+enum class Mode { kCheck, kTurns, kSteps, kProfile };
+
 struct Options {
   m::Activation activation;
   m::GateLayout layout = m::GateLayout::kConcatenated;
   Routing routing = Routing::kUniform;
   bool bias = false;
   bool before = false;
-  bool profile = false;
-  bool turns = false;
-  bool steps = false;
+  Mode mode = Mode::kCheck;
   bool up_alone = false;
 };
 
@@ -955,9 +954,9 @@ struct Problem {
         o.layout == m::GateLayout::kInterleaved ? ", interleaved" : "", o.bias ? ", bias" : "",
         (int)o.routing, (long long)R, (long long)S, host.num_tiles);
     std::fflush(stdout);
-    if (o.turns) return turns();
-    if (o.steps) return steps();
-    if (o.profile) return profile();
+    if (o.mode == Mode::kTurns) return turns();
+    if (o.mode == Mode::kSteps) return steps();
+    if (o.mode == Mode::kProfile) return profile();
     const m::Context ctx = context();
     check_status(hopper::up_forward(up_args(true, true), ctx, nullptr));
     check_up();
@@ -1037,9 +1036,10 @@ struct Problem {
     const m::Context ctx = context();
     if (std::getenv("MOESTRO_LAB_ROWS_PLANS") != nullptr) {  // down and dX~, a plan after the other
       for (const TriedPlan& plan : tried_plans("MOESTRO_LAB_ROWS_PLANS", hopper::Product::kDown)) {
-        with_plan(plan, [&] { check_status(hopper::down_forward(down_args(), ctx, nullptr)); });
-        with_plan({hopper::Product::kUpBackward, plan.plan},
-                  [&] { check_status(hopper::up_backward(up_backward_args(), ctx, nullptr)); });
+        with_plans({plan, {hopper::Product::kUpBackward, plan.plan}}, [&] {
+          check_status(hopper::down_forward(down_args(), ctx, nullptr));
+          check_status(hopper::up_backward(up_backward_args(), ctx, nullptr));
+        });
       }
       CHECK_CUDA(cudaDeviceSynchronize());
       return;
@@ -1067,18 +1067,18 @@ struct Problem {
     CHECK_CUDA(cudaGetDeviceProperties(&device, 0));
     if (std::FILE* file = std::fopen(path, "a")) {
       std::fprintf(file,
-                   "{\"bench\": \"hopper_turns\", \"shape\": \"%s\", \"T\": %lld, \"d\": %lld, \"n\": %lld, "
+                   "{\"bench\": \"hopper_%s\", \"shape\": \"%s\", \"T\": %lld, \"d\": %lld, \"n\": %lld, "
                    "\"E\": %lld, \"K\": %lld, \"dtype\": \"%s\", \"routing\": \"%s\", \"kernel\": \"%s\", "
                    "\"variant\": \"%s\", \"ms\": %.4f, \"tflops\": %.1f, \"%s_tflops\": %.1f, "
                    "\"ghz\": %.3f, \"activation\": \"%s\", "
                    "\"device\": \"%s\", \"driver\": \"%s\", \"CUDA\": \"%d.%d\", \"date\": \"%s\", "
                    "\"commit\": \"%s\"}\n",
-                   s.name, (long long)s.T, (long long)s.d, (long long)s.n, (long long)s.E, (long long)s.K,
-                   kBf16 ? "bf16" : "f16", o.routing == Routing::kZipf ? "zipf" : "uniform", kernel,
-                   variant.c_str(), ms, tflops, yardstick, yardstick_tflops, ghz,
-                   m::name_of(o.activation.kind), device.name, environment("MOESTRO_LAB_DRIVER"),
-                   CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, environment("MOESTRO_LAB_DATE"),
-                   environment("MOESTRO_LAB_COMMIT"));
+                   o.mode == Mode::kSteps ? "steps" : "turns", s.name, (long long)s.T, (long long)s.d,
+                   (long long)s.n, (long long)s.E, (long long)s.K, kBf16 ? "bf16" : "f16",
+                   o.routing == Routing::kZipf ? "zipf" : "uniform", kernel, variant.c_str(), ms, tflops,
+                   yardstick, yardstick_tflops, ghz, m::name_of(o.activation.kind), device.name,
+                   environment("MOESTRO_LAB_DRIVER"), CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10,
+                   environment("MOESTRO_LAB_DATE"), environment("MOESTRO_LAB_COMMIT"));
       std::fclose(file);
     }
   }
@@ -1094,6 +1094,8 @@ struct Problem {
     config.top_k = s.K;
     config.dtype = kType;
     config.activation = o.activation;
+    config.gate_layout = o.layout;
+    config.has_b_up = config.has_b_down = o.bias;
     m::Context ctx;
     ctx.backend = m::BackendId::kCUDA;
     ctx.path = m::KernelPath::kHopper;
@@ -1102,6 +1104,8 @@ struct Problem {
     const Buffer scratch(std::max(bytes.forward_workspace, bytes.backward_workspace));
     const Buffer y_tokens(size(s.T, s.d));
     const Buffer d_x_tokens(size(s.T, s.d));
+    const Buffer d_b_up(size(s.E, W));
+    const Buffer d_b_down(size(s.E, s.d));
     fill(s_row.as<float>(), S, 8, 0.2F, 0.5F);
     ctx.workspace = scratch.data;
     ctx.workspace_bytes = scratch.bytes;
@@ -1111,6 +1115,10 @@ struct Problem {
     forward.weights = view(s_row, {s.T, s.K}, DType::kF32);
     forward.w_up = view(w_up, {s.E, W, s.d});
     forward.w_down = view(w_down, {s.E, s.d, s.n});
+    if (o.bias) {
+      forward.b_up = view(b_up, {s.E, W});
+      forward.b_down = view(b_down, {s.E, s.d});
+    }
     forward.y = view(y_tokens, {s.T, s.d});
     forward.saved = saved.data;
     forward.saved_bytes = saved.bytes;
@@ -1120,26 +1128,25 @@ struct Problem {
     backward.weights = forward.weights;
     backward.w_up = forward.w_up;
     backward.w_down = forward.w_down;
+    backward.b_up = forward.b_up;
+    backward.b_down = forward.b_down;
     backward.saved = saved.data;
     backward.saved_bytes = saved.bytes;
     backward.d_x = view(d_x_tokens, {s.T, s.d});
     backward.d_weights = view(d_weights, {s.T, s.K}, DType::kF32);
     backward.d_w_up = view(d_w_up, {s.E, W, s.d});
     backward.d_w_down = view(d_w_down, {s.E, s.d, s.n});
+    if (o.bias) {
+      backward.d_b_up = view(d_b_up, {s.E, W});
+      backward.d_b_down = view(d_b_down, {s.E, s.d});
+    }
     const auto call = [=] {
       check_status(m::layer_forward(config, forward, ctx));
       check_status(m::layer_backward(config, backward, ctx));
     };
     std::vector<Contestant> list = {{"rules", call, {}, {}}, {"rules again", call, {}, {}}};
     for (const TriedStep& step : tried_steps()) {
-      list.push_back({name_of(step),
-                      [=] {
-                        for (const TriedPlan& tried : step) hopper::force_plan(tried.product, tried.plan);
-                        call();
-                        hopper::force_plans();
-                      },
-                      {},
-                      {}});
+      list.push_back({name_of(step), [=] { with_plans(step, call); }, {}, {}});
     }
     take_turns(list, static_cast<int>(environment_number("MOESTRO_LAB_ROUNDS", 7)),
                environment_number("MOESTRO_LAB_TURN_MS", 60));
@@ -1194,7 +1201,7 @@ struct Problem {
     const auto contestants = [&](auto yardstick, const char* variable, hopper::Product product, auto call) {
       std::vector<Contestant> list = {{"cuBLAS", yardstick, {}, {}}};
       for (const TriedPlan& plan : tried_plans(variable, product)) {
-        list.push_back({plan.name(), [=] { with_plan(plan, [&] { check_status(call()); }); }, {}, {}});
+        list.push_back({plan.name(), [=] { with_plans({plan}, [&] { check_status(call()); }); }, {}, {}});
       }
       return list;
     };
@@ -1322,9 +1329,9 @@ int main(int argc, char** argv) {
     }
   } else {
     Options options;
-    options.profile = mode == "profile";
-    options.turns = mode == "turns";
-    options.steps = mode == "steps";
+    if (mode == "turns") options.mode = Mode::kTurns;
+    if (mode == "steps") options.mode = Mode::kSteps;
+    if (mode == "profile") options.mode = Mode::kProfile;
     if (std::getenv("MOESTRO_LAB_OAI") != nullptr) {
       options.activation.kind = m::ActivationKind::kSwiGLUOAI;
       options.bias = true;

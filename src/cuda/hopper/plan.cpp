@@ -31,7 +31,8 @@ bool weight_fills_l2(std::int64_t k, std::int64_t cols) {
 }
 
 /// The same, and its product has too few columns of tiles to be walked expert by expert. Blocks that begin
-/// one after the other then find less of what they share in L2, which costs more than an early start gains.
+/// one after the other then find less of what they share in L2, which costs more than an early start gains
+/// (bench/results/hopper_steps.jsonl).
 bool must_start_together(std::int64_t k, std::int64_t cols) {
   return weight_fills_l2(k, cols) && cols <= 2048;
 }
@@ -69,9 +70,10 @@ Plan<RowsTile> plan_rows(Product product, std::int64_t k, std::int64_t cols) {
   };
   const bool long_sum = k >= 4096 || (k >= 2048 && (wider(192, 256) || k * cols >= 8'000'000));
   const RowsTile rule = long_sum && !wider(256, 192) ? RowsTile::kCooperative256 : RowsTile::kPingPong192;
-  const bool by_expert = weight_fills_l2(k, cols) && !must_start_together(k, cols);
+  const bool together = must_start_together(k, cols);
+  const bool by_expert = weight_fills_l2(k, cols) && !together;
   const int raster = by_expert || (k <= 2048 && cols >= 2048) ? 16 : 8;
-  return forced_or<RowsTile>(product, {rule, {raster, by_expert}, !must_start_together(k, cols)});
+  return forced_or<RowsTile>(product, {rule, {raster, by_expert}, !together});
 }
 
 Plan<UpTile> plan_up(std::int64_t k, std::int64_t cols, bool gated, bool has_finisher) {

@@ -147,7 +147,7 @@ Status down_weight_backward(const DownWeightBackwardArgs& args, const Context& c
 
 std::size_t weight_backward_workspace_bytes(std::int64_t num_slots, std::int64_t routed,
                                             std::int64_t gathered) {
-  constexpr std::int64_t kTile = 256 * 192;  // the larger of the two
+  constexpr std::int64_t kTile = 256 * 192;  // the largest
   const std::int64_t tiles = ceil_div(routed, 128) * ceil_div(gathered, 192);
   return kCounterBytes + static_cast<std::size_t>(partial_slots(num_slots, tiles)) * kTile * sizeof(float);
 }
