@@ -46,12 +46,23 @@ TEST(CudaPlanTest, HopperRowsTileFollowsTheSumsLength) {
   EXPECT_TRUE(plan(4096, 4096).walk.by_expert);
   EXPECT_FALSE(plan(2048, 4096).walk.by_expert);
   EXPECT_FALSE(plan(16384, 2048).walk.by_expert);  // few tiles side by side
-  // Which then begin together, as the weight's gradient does.
-  EXPECT_FALSE(plan(16384, 2048).overlaps);
-  EXPECT_FALSE(hopper::plan_weight(Product::kUpWeight, 16, 16384, 2048, 132).overlaps);
-  EXPECT_TRUE(plan(4096, 7168).overlaps);
-  EXPECT_TRUE(hopper::plan_weight(Product::kUpWeight, 256, 4096, 7168, 132).overlaps);
-  EXPECT_TRUE(plan(2048, 2048).overlaps);
+}
+
+TEST(CudaPlanTest, HopperBlocksKeepStepInLongSums) {
+  using hopper::Product;
+  using hopper::Start;
+  const auto of_rows = [](std::int64_t k, std::int64_t cols) {
+    return hopper::plan_rows(Product::kUpBackward, k, cols).start;
+  };
+  const auto of_weight = [](std::int64_t rows, std::int64_t experts) {
+    return hopper::plan_weight(Product::kUpWeight, rows, experts, 4096, 2048, 132).start;
+  };
+  EXPECT_EQ(of_rows(2048, 2048), Start::kOverlapping);
+  EXPECT_EQ(of_rows(4096, 7168), Start::kOverlapping);
+  EXPECT_EQ(of_rows(8192, 1024), Start::kOverlapping);  // the whole weight stays in L2
+  EXPECT_EQ(of_rows(16384, 2048), Start::kLockstep);
+  EXPECT_EQ(of_weight(131072, 64), Start::kOverlapping);
+  EXPECT_EQ(of_weight(131072, 16), Start::kLockstep);
 }
 
 TEST(CudaPlanTest, HopperPlansCanBeForced) {
@@ -64,17 +75,17 @@ TEST(CudaPlanTest, HopperPlansCanBeForced) {
     EXPECT_EQ(static_cast<int>(plan().tile), tile);
     EXPECT_EQ(plan().walk.raster, rule.walk.raster);
   }
-  hopper::force_plan(Product::kDown, {.by_expert = 1, .raster = 3, .overlaps = 0});
+  hopper::force_plan(Product::kDown, {.by_expert = 1, .raster = 3, .start = 1});
   EXPECT_EQ(plan().tile, rule.tile);
   EXPECT_EQ(plan().walk.raster, 3);
   EXPECT_TRUE(plan().walk.by_expert);
-  EXPECT_FALSE(plan().overlaps);
+  EXPECT_EQ(plan().start, hopper::Start::kTogether);
   EXPECT_NE(hopper::plan_rows(Product::kUpBackward, 512, 2048).walk.raster, 3);  // of down alone
   hopper::force_plans({.raster = 3});
   EXPECT_EQ(hopper::plan_rows(Product::kUpBackward, 512, 2048).walk.raster, 3);
   EXPECT_EQ(hopper::plan_up(512, 2048, true, true).walk.raster, 3);
   EXPECT_EQ(hopper::plan_down_backward(512, 2048, false).walk.raster, 3);
-  EXPECT_EQ(hopper::plan_weight(Product::kUpWeight, 8, 512, 2048, 132).walk.raster, 3);
+  EXPECT_EQ(hopper::plan_weight(Product::kUpWeight, 4096, 8, 512, 2048, 132).walk.raster, 3);
   for (const bool by_expert : {false, true}) {
     hopper::force_plans({.by_expert = by_expert ? 1 : 0});
     EXPECT_EQ(hopper::plan_up(2048, 1024, true, true).walk.by_expert, by_expert);
@@ -88,7 +99,7 @@ TEST(CudaPlanTest, HopperPlansCanBeForced) {
   }
   for (int tile = 0; tile < hopper::num_tiles(Product::kUpWeight); ++tile) {
     hopper::force_plan(Product::kUpWeight, {.tile = tile});
-    EXPECT_EQ(static_cast<int>(hopper::plan_weight(Product::kUpWeight, 8, 512, 2048, 132).tile), tile);
+    EXPECT_EQ(static_cast<int>(hopper::plan_weight(Product::kUpWeight, 4096, 8, 512, 2048, 132).tile), tile);
   }
   hopper::force_plans();
   EXPECT_EQ(plan().tile, rule.tile);
@@ -128,7 +139,8 @@ TEST(CudaPlanTest, HopperDownBackwardTileFollowsTheSumsLength) {
 }
 
 TEST(CudaPlanTest, WalksFollowTheWeightsSize) {
-  EXPECT_FALSE(hopper::plan_up(4096, 1024, true, true).walk.by_expert);
+  EXPECT_FALSE(hopper::plan_up(2880, 2880, true, true).walk.by_expert);
+  EXPECT_TRUE(hopper::plan_up(4096, 1024, true, true).walk.by_expert);
   EXPECT_TRUE(hopper::plan_up(7168, 2048, true, true).walk.by_expert);
   EXPECT_EQ(hopper::plan_up(1024, 1024, true, true).walk.raster, 16);
   EXPECT_EQ(hopper::plan_up(1024, 4096, true, true).walk.raster, 32);
@@ -221,7 +233,7 @@ TEST(HopperForcedPlanTest, EveryPlanGivesTheSameBits) {
         run.run();
         EXPECT_EQ(run.output_bytes(), expected)
             << "product " << product << ", tile " << plan.tile << ", by expert " << plan.by_expert
-            << ", raster " << plan.raster;
+            << ", raster " << plan.raster << ", start " << plan.start;
         hopper::force_plans();
       };
       for (int product = 0; product < hopper::kNumProducts; ++product) {
@@ -233,7 +245,7 @@ TEST(HopperForcedPlanTest, EveryPlanGivesTheSameBits) {
           check(product, {.tile = tile, .by_expert = 1});
         }
         for (const int raster : {1, 3, 64}) check(product, {.raster = raster});
-        check(product, {.overlaps = 0});
+        for (const int start : {0, 1, 2}) check(product, {.start = start});
       }
     }
   }

@@ -119,7 +119,8 @@ TEST(CudaPlanTest, OuterProducts) {
 TEST(CudaPlanTest, WeightTilesOfHopper) {
   using hopper::WeightTile;
   const auto tile_of = [](std::int64_t experts, std::int64_t routed, std::int64_t gathered) {
-    return hopper::plan_weight(hopper::Product::kUpWeight, experts, routed, gathered, 132).tile;
+    return hopper::plan_weight(hopper::Product::kUpWeight, 512 * experts, experts, routed, gathered, 132)
+        .tile;
   };
   EXPECT_EQ(tile_of(128, 512, 1536), WeightTile::k256x192);   // 7B, n = 256: dW1
   EXPECT_EQ(tile_of(128, 256, 1536), WeightTile::k256x192);   // and dW2

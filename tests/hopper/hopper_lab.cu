@@ -11,7 +11,8 @@
 ///                               and _WEIGHT_PLANS
 ///   hopper_lab steps SHAPE...   forward and backward of the layer in turns, by the rules and with the plans
 ///                               that MOESTRO_LAB_STEP_PLANS lists, or else every tile of every product:
-///                               product=tile.by_expert.raster.overlaps, + between those forced together
+///                               product=tile.by_expert.raster.start, + between those forced together;
+///                               MOESTRO_LAB_OCCUPIED multiprocessors belong to another kernel
 ///   hopper_lab profile SHAPE... each kernel once, for a profiler, or MOESTRO_LAB_ROWS_PLANS
 /// MOESTRO_LAB_ZIPF skews the routing, MOESTRO_LAB_OAI takes SwiGLU-OAI and biases, MOESTRO_LAB_SILU SiLU
 /// without gate; MOESTRO_LAB_F32 adds weights' gradients to f32 ones (turns).
@@ -378,16 +379,17 @@ struct TriedPlan {
     std::string name = plan.tile < 0 ? "rule" : tile_name(product, plan.tile);
     if (plan.raster >= 0) name += " r" + std::to_string(plan.raster);
     if (plan.by_expert >= 0) name += plan.by_expert == 1 ? ", by expert" : ", in bands";
-    if (plan.overlaps >= 0) name += plan.overlaps == 1 ? ", beside" : ", alone";
+    static constexpr const char* kStarts[] = {", overlapping", ", together", ", in lockstep"};
+    if (plan.start >= 0) name += kStarts[plan.start];
     return name;
   }
-  /// tile.by_expert.raster and perhaps .overlaps; -1 for what the rule takes.
+  /// tile.by_expert.raster and perhaps .start; -1 for what the rule takes.
   static TriedPlan parse(const char* what, hopper::Product product, const std::string& word) {
     TriedPlan tried{product, {}};
     hopper::ForcedPlan& p = tried.plan;
-    if (std::sscanf(word.c_str(), "%d.%d.%d.%d", &p.tile, &p.by_expert, &p.raster, &p.overlaps) < 3 ||
-        p.tile < -1 || p.tile >= hopper::num_tiles(product)) {
-      std::printf("%s: %s is not tile.by_expert.raster[.overlaps] with one of %d tiles\n", what, word.c_str(),
+    if (std::sscanf(word.c_str(), "%d.%d.%d.%d", &p.tile, &p.by_expert, &p.raster, &p.start) < 3 ||
+        p.tile < -1 || p.tile >= hopper::num_tiles(product) || p.start > 2) {
+      std::printf("%s: %s is not tile.by_expert.raster[.start] with one of %d tiles\n", what, word.c_str(),
                   hopper::num_tiles(product));
       std::exit(2);
     }
@@ -467,6 +469,42 @@ static void take_turns(std::vector<Contestant>& contestants, int rounds, double 
     }
   }
 }
+
+/// Spins until told to stop, or for a minute.
+__global__ void occupy_kernel(const volatile int* stop) {
+  unsigned long long begin, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+  do {
+    __nanosleep(1000);
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  } while (*stop == 0 && now - begin < 60'000'000'000ULL);
+}
+/// Another kernel has `count` multiprocessors for itself, as a collective would.
+class Occupied {
+ public:
+  explicit Occupied(int count) {
+    if (count == 0) return;
+    constexpr int kShared = 200 << 10;
+    CHECK_CUDA(cudaDeviceSynchronize());
+    CHECK_CUDA(cudaMallocHost(&stop_, sizeof(int)));
+    *stop_ = 0;
+    CHECK_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    CHECK_CUDA(cudaFuncSetAttribute(occupy_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
+    occupy_kernel<<<count, 32, kShared, stream_>>>(stop_);
+  }
+  Occupied(const Occupied&) = delete;
+  ~Occupied() {
+    if (stop_ == nullptr) return;
+    *stop_ = 1;
+    CHECK_CUDA(cudaStreamSynchronize(stream_));
+    CHECK_CUDA(cudaStreamDestroy(stream_));
+    CHECK_CUDA(cudaFreeHost(stop_));
+  }
+
+ private:
+  int* stop_ = nullptr;
+  cudaStream_t stream_ = nullptr;
+};
 
 static double environment_number(const char* name, double otherwise) {
   const char* value = std::getenv(name);
@@ -1148,8 +1186,11 @@ struct Problem {
     for (const TriedStep& step : tried_steps()) {
       list.push_back({name_of(step), [=] { with_plans(step, call); }, {}, {}});
     }
-    take_turns(list, static_cast<int>(environment_number("MOESTRO_LAB_ROUNDS", 7)),
-               environment_number("MOESTRO_LAB_TURN_MS", 60));
+    const double turn_ms = environment_number("MOESTRO_LAB_TURN_MS", 60);
+    const int taken = static_cast<int>(environment_number("MOESTRO_LAB_OCCUPIED", 0));
+    if (taken > 0) take_turns(list, 0, 0);  // loads all kernels, which waits for those that run
+    const Occupied occupied(taken);
+    take_turns(list, static_cast<int>(environment_number("MOESTRO_LAB_ROUNDS", 7)), turn_ms);
     const double flops = 6.0 * R * s.d * (W + s.n);
     const double rules = middle_of(list[0].ms);
     for (const Contestant& c : list) {

@@ -53,6 +53,11 @@ inline void set_up_bias(const TensorView& b_up, int planes, GateLayout layout, P
   p->bias_up = interleaved ? 1 : p->cols;
 }
 
+inline void set_start(Start start, const Context& ctx, Parameters* p) {
+  p->beside_previous = ctx.beside_previous && start == Start::kOverlapping;
+  p->lockstep = start == Start::kLockstep;
+}
+
 /// The tile table's part of the parameters; `n_tiles` tiles along N.
 inline void set_row_tiles(const Index& index, std::int64_t n_tiles, const Walk& walk, Parameters* p) {
   p->tiles = reinterpret_cast<const int4*>(index.tiles);

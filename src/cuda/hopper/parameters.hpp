@@ -56,6 +56,7 @@ struct Parameters {
   int raster;            ///< tiles along M that are walked before the next along N
   bool by_expert;        ///< row tiles: no band crosses from one expert to the next
   bool beside_previous;  ///< the kernel before may still run
+  bool lockstep;         ///< where tiles are drawn and no sum is cut
   int k_tiles;           ///< of every tile, except in weight gradients
   int k_tiles_of_plane;
   int slabs_of_plane;  ///< weight gradients: 64-column slabs in one plane of dH or A'

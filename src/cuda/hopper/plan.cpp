@@ -9,7 +9,7 @@
 namespace moestro::cuda::hopper {
 namespace {
 struct {
-  std::atomic<int> tile{-1}, by_expert{-1}, raster{-1}, overlaps{-1};
+  std::atomic<int> tile{-1}, by_expert{-1}, raster{-1}, start{-1};
 } forced_plans[kNumProducts];
 
 /// `plan`, but for what is forced of `product`.
@@ -20,7 +20,7 @@ Plan<Tile> forced_or(Product product, Plan<Tile> plan) {
     plan.tile = static_cast<Tile>(tile);
   if (const int by_expert = forced.by_expert; by_expert >= 0) plan.walk.by_expert = by_expert != 0;
   if (const int raster = forced.raster; raster > 0) plan.walk.raster = raster;
-  if (const int overlaps = forced.overlaps; overlaps >= 0) plan.overlaps = overlaps != 0;
+  if (const int start = forced.start; start >= 0) plan.start = static_cast<Start>(start);
   return plan;
 }
 
@@ -30,11 +30,10 @@ bool weight_fills_l2(std::int64_t k, std::int64_t cols) {
   return k * cols >= 12'500'000;
 }
 
-/// The same, and its product has too few columns of tiles to be walked expert by expert. Blocks that begin
-/// one after the other then find less of what they share in L2, which costs more than an early start gains
-/// (bench/results/hopper_steps.jsonl).
-bool must_start_together(std::int64_t k, std::int64_t cols) {
-  return weight_fills_l2(k, cols) && cols <= 2048;
+/// Is what the tiles of one moment read, some 4000 rows and columns of length `k`, more than L2 keeps? Blocks
+/// that drift apart then read from memory again what they share (bench/results/hopper_steps.jsonl).
+bool operands_outgrow_l2(std::int64_t k) {
+  return k >= 5000;
 }
 }  // namespace
 
@@ -55,7 +54,7 @@ void force_plan(Product product, const ForcedPlan& plan) {
   forced.tile = plan.tile;
   forced.by_expert = plan.by_expert;
   forced.raster = plan.raster;
-  forced.overlaps = plan.overlaps;
+  forced.start = plan.start;
 }
 void force_plans(const ForcedPlan& plan) {
   for (int product = 0; product < kNumProducts; ++product) force_plan(static_cast<Product>(product), plan);
@@ -70,10 +69,11 @@ Plan<RowsTile> plan_rows(Product product, std::int64_t k, std::int64_t cols) {
   };
   const bool long_sum = k >= 4096 || (k >= 2048 && (wider(192, 256) || k * cols >= 8'000'000));
   const RowsTile rule = long_sum && !wider(256, 192) ? RowsTile::kCooperative256 : RowsTile::kPingPong192;
-  const bool together = must_start_together(k, cols);
-  const bool by_expert = weight_fills_l2(k, cols) && !together;
+  const bool large = weight_fills_l2(k, cols);
+  const bool by_expert = large && cols > 2048;  // else too few tiles side by side
   const int raster = by_expert || (k <= 2048 && cols >= 2048) ? 16 : 8;
-  return forced_or<RowsTile>(product, {rule, {raster, by_expert}, !together});
+  const Start start = large && operands_outgrow_l2(k) ? Start::kLockstep : Start::kOverlapping;
+  return forced_or<RowsTile>(product, {rule, {raster, by_expert}, start});
 }
 
 Plan<UpTile> plan_up(std::int64_t k, std::int64_t cols, bool gated, bool has_finisher) {
@@ -83,7 +83,7 @@ Plan<UpTile> plan_up(std::int64_t k, std::int64_t cols, bool gated, bool has_fin
   // Expert by expert an expert's weight is read from memory once, but finding a tile takes longer: it pays
   // where d is large.
   const int raster = k <= 1024 && (gated ? 2 : 1) * k * cols >= 8'000'000 ? 32 : 16;
-  return forced_or<UpTile>(Product::kUp, {rule, {raster, k > 4096}});
+  return forced_or<UpTile>(Product::kUp, {rule, {raster, k >= 4096}});
 }
 
 Plan<DownBackwardTile> plan_down_backward(std::int64_t k, std::int64_t cols, bool before) {
@@ -102,21 +102,22 @@ Plan<DownBackwardTile> plan_down_backward(std::int64_t k, std::int64_t cols, boo
   return plan;
 }
 
-Plan<WeightTile> plan_weight(Product product, std::int64_t num_experts, std::int64_t routed,
-                             std::int64_t gathered, int multiprocessors) {
+Plan<WeightTile> plan_weight(Product product, std::int64_t rows, std::int64_t num_experts,
+                             std::int64_t routed, std::int64_t gathered, int multiprocessors) {
   // Time in columns squared: waves x what a tile takes. The small tile loads a third more for each product.
-  const auto cost = [&](int tile_routed, int tile_gathered, double slowness) {
+  const auto cost = [&](int tile_routed, int tile_gathered) {
     const double tiles =
         static_cast<double>(num_experts * ceil_div(routed, tile_routed) * ceil_div(gathered, tile_gathered));
     const double waves = tiles / multiprocessors;
-    return (waves < 8 ? std::ceil(waves) : waves + 0.5) * tile_routed * tile_gathered * slowness;
+    return (waves < 8 ? std::ceil(waves) : waves + 0.5) * tile_routed * tile_gathered;
   };
-  const double wide = cost(192, 256, 0.99);
-  const double tall = cost(256, 192, 1.0);
-  const double small = cost(128, 256, 1.1);
+  const double wide = cost(192, 256);
+  const double tall = cost(256, 192);
+  const double small = 1.1 * cost(128, 256);
   const WeightTile large = wide < tall ? WeightTile::k192x256 : WeightTile::k256x192;
   const WeightTile rule = small < std::min(wide, tall) ? WeightTile::k128x256 : large;
-  return forced_or<WeightTile>(product, {rule, {16, true}, !must_start_together(routed, gathered)});
+  const Start start = operands_outgrow_l2(rows / num_experts) ? Start::kLockstep : Start::kOverlapping;
+  return forced_or<WeightTile>(product, {rule, {16, true}, start});
 }
 
 }  // namespace moestro::cuda::hopper

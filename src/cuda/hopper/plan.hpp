@@ -15,11 +15,18 @@ struct Walk {
   bool by_expert;  ///< no band crosses from one expert to the next; so it always is in a weight's gradient
 };
 
+/// When blocks begin.
+enum class Start : std::uint8_t {
+  kOverlapping,  ///< beside the kernel before, where the layer allows it
+  kTogether,     ///< all at once, when that has ended
+  kLockstep,     ///< so, and each of their tiles at about the same time
+};
+
 template <class Tile>
 struct Plan {
   Tile tile;
   Walk walk;
-  bool overlaps = true;  ///< begins beside the kernel before, where the layer allows it
+  Start start = Start::kOverlapping;
 };
 
 /// Tile of a product whose output has one row a routed row (down's forward, up's backward).
@@ -58,9 +65,10 @@ Plan<DownBackwardTile> plan_down_backward(std::int64_t k, std::int64_t cols, boo
 enum class WeightTile : std::uint8_t { k256x192, k128x256, k192x256 };
 constexpr int kNumWeightTiles = 3;
 
-/// `product` is kDownWeight or kUpWeight; `routed` and `gathered` are the widths of the two operands.
-Plan<WeightTile> plan_weight(Product product, std::int64_t num_experts, std::int64_t routed,
-                             std::int64_t gathered, int multiprocessors);
+/// `product` is kDownWeight or kUpWeight; `rows` are routed, to all experts; `routed` and `gathered` are the
+/// widths of the two operands.
+Plan<WeightTile> plan_weight(Product product, std::int64_t rows, std::int64_t num_experts,
+                             std::int64_t routed, std::int64_t gathered, int multiprocessors);
 
 /// How many tiles `product` can take.
 int num_tiles(Product product);
@@ -70,7 +78,7 @@ struct ForcedPlan {
   int tile = -1;
   int by_expert = -1;
   int raster = -1;
-  int overlaps = -1;
+  int start = -1;
 };
 void force_plan(Product product, const ForcedPlan& plan = {});
 /// The same of all products.

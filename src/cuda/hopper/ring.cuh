@@ -100,4 +100,41 @@ __device__ __forceinline__ int take_tile(Tickets<TicketWork>& tickets, const Sch
   }
 }
 
+/// Lets all blocks begin their i-th tiles at about the same time, so that what those share is in L2 when they
+/// read it. Nothing depends on it: a wait ends after a seventh of a tile's time, and a block that waited in
+/// vain four times in a row waits no more, for another kernel may have some blocks' multiprocessors. By the
+/// thread that draws tiles.
+class Lockstep {
+ public:
+  /// `counter`: how many tiles have begun, 0 at the start; null: nothing waits. `count`: of all tiles.
+  __device__ Lockstep(int* counter, int count) : begun_(counter), count_(count) {}
+
+  __device__ __forceinline__ void begin_tile() {
+    if (begun_ == nullptr) return;
+    atomicAdd(begun_, 1);
+    if (vain_waits_ == kMostVainWaits) return;
+    expected_ = min(expected_ + static_cast<int>(gridDim.x), count_);
+    const long long now = clock64();
+    const long long limit = last_ == 0 ? kFirstLimit : (now - last_) / 7;
+    ++vain_waits_;
+    do {
+      if (*const_cast<volatile int*>(begun_) >= expected_) {
+        vain_waits_ = 0;
+        break;
+      }
+      __nanosleep(100);
+    } while (clock64() - now < limit);
+    last_ = clock64();
+  }
+
+ private:
+  static constexpr int kMostVainWaits = 4;
+  static constexpr long long kFirstLimit = 20000;  ///< cycles
+  int* begun_;
+  int count_;
+  int expected_ = 0;
+  int vain_waits_ = 0;  ///< in a row
+  long long last_ = 0;  ///< when the tile before began
+};
+
 }  // namespace moestro::cuda::hopper

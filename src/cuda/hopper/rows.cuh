@@ -45,6 +45,7 @@ template <class Element, template <int> class LoadB>
 Status launch_rows(const char* name, Parameters& p, const TensorView& weight, int planes, GateLayout layout,
                    std::int64_t num_slots, const Index& index, const Plan<RowsTile>& plan, const Context& ctx,
                    cudaStream_t stream) {
+  set_start(plan.start, ctx, &p);
   const auto run = [&]<RowsTile kTile>() {
     return launch_rows_tile<Element, LoadB, kTile>(name, p, weight, planes, layout, num_slots, index,
                                                    plan.walk, ctx, stream);

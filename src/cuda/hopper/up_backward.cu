@@ -30,7 +30,6 @@ Status up_backward(const UpBackwardArgs& args, const Context& ctx, cudaStream_t 
   p.k_tiles = planes * p.k_tiles_of_plane;
   p.cols = static_cast<int>(d);
   const Plan<RowsTile> plan = plan_rows(Product::kUpBackward, planes * n, d);
-  p.beside_previous = ctx.beside_previous && plan.overlaps;
   MOESTRO_RETURN_IF_ERROR(make_rows_map("up_backward: d_h", args.d_h, planes, kTileM, &p.a));
   MOESTRO_RETURN_IF_ERROR(make_rows_output("up_backward: d_x_rows", args.d_x_rows, 1, &p.rows_out));
   const auto run = [&](auto element) {

@@ -76,10 +76,10 @@ Status launch_weight(Product product, const TensorView& source, const TensorView
   MOESTRO_RETURN_IF_ERROR(find_device(ctx, &device));
   p.multiprocessors = device->sm_count;
   p.accumulate = accumulate;
-  const Plan<WeightTile> plan =
-      plan_weight(product, p.num_experts, rows.extent[1], source.extent[1], p.multiprocessors);
+  const Plan<WeightTile> plan = plan_weight(product, rows.extent[0], p.num_experts, rows.extent[1],
+                                            source.extent[1], p.multiprocessors);
   p.raster = plan.walk.raster;
-  p.beside_previous = ctx.beside_previous && plan.overlaps;
+  set_start(plan.start, ctx, &p);
   MOESTRO_RETURN_IF_ERROR(make_weight_map(name, d_weight, planes, layout, 1, wide ? 32 : 64, &p.weight_out));
   const auto run = [&](auto output) {
     using Output = decltype(output);
