@@ -293,6 +293,7 @@ struct SmallLayer {
   int weight_tile = -1;
   int down_backward_tile = -1;
   int by_expert = -1;
+  int start = -1;
 };
 void PrintTo(const SmallLayer& layer, std::ostream* out) {
   *out << layer.name;
@@ -346,6 +347,9 @@ std::vector<SmallLayer> small_layers() {
     add_tile("weights_in_parts_").shape = {2080, 8, 8, 1, 1};
   }
   add("by_expert").by_expert = 1;
+  SmallLayer& in_lockstep = add("in_lockstep");  // with more tiles than multiprocessors
+  in_lockstep.shape = {9, 64, 64, 200, 4};
+  in_lockstep.start = static_cast<int>(hopper::Start::kLockstep);
   for (int tile = 0; tile < hopper::kNumUpTiles; ++tile) {
     static const char* const names[] = {"up_cooperative_256", "up_finisher_256"};
     add(names[tile]).up_tile = tile;
@@ -391,7 +395,7 @@ TEST_P(HopperSmallTest, IsRight) {
   SCOPED_TRACE(describe(problem.config));
   const Forced forced;
   const auto force = [&](hopper::Product product, int tile) {
-    hopper::force_plan(product, {.tile = tile, .by_expert = layer.by_expert});
+    hopper::force_plan(product, {.tile = tile, .by_expert = layer.by_expert, .start = layer.start});
   };
   force(hopper::Product::kUp, layer.up_tile);
   force(hopper::Product::kDown, layer.rows_tile);

@@ -523,7 +523,7 @@ static std::string name_of(const TriedStep& step) {
     name += (name.empty() ? "" : " + ") + std::string(kProductNames[static_cast<int>(plan.product)]) + ' ' +
             plan.name();
   }
-  return name.empty() ? "rules" : name;
+  return name;
 }
 
 /// What MOESTRO_LAB_STEP_PLANS lists, or else every tile of every product.

@@ -83,8 +83,7 @@ __device__ __forceinline__ void produce(const Parameters& p, std::uint32_t base)
   if constexpr (Kernel::kPingPong) draw();
   if (w >= schedule.count()) return;
   Work work = schedule.at(w);
-  [[maybe_unused]] Lockstep lockstep(p.lockstep && p.next_tile != nullptr ? p.next_tile + 1 : nullptr,
-                                     schedule.count());
+  [[maybe_unused]] Lockstep lockstep(p, true, schedule.count());
   while (w < schedule.count()) {
     if constexpr (!LoadA::kGathers) lockstep.begin_tile();
     // In ping-pong a consumer asks for the tile after the next.

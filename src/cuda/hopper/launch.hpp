@@ -53,6 +53,7 @@ inline void set_up_bias(const TensorView& b_up, int planes, GateLayout layout, P
   p->bias_up = interleaved ? 1 : p->cols;
 }
 
+/// How the blocks of a kernel begin.
 inline void set_start(Start start, const Context& ctx, Parameters* p) {
   p->beside_previous = ctx.beside_previous && start == Start::kOverlapping;
   p->lockstep = start == Start::kLockstep;

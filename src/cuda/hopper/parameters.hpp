@@ -64,7 +64,8 @@ struct Parameters {
   int num_planes;      ///< 2 where the second weight's rows are gate and up
 
   // Weight gradients whose sums are cut into parts. What next_tile points to is 128 bytes of zeros at the
-  // start; behind the counter itself they count the parts that have come.
+  // start; behind the counter itself they count the parts that have come, or in lockstep the tiles that have
+  // begun.
   char* sums;         ///< [partial_slots][a tile of f32]
   int partial_slots;  ///< 0: no sum is cut
   int multiprocessors;

@@ -15,7 +15,7 @@ struct Walk {
   bool by_expert;  ///< no band crosses from one expert to the next; so it always is in a weight's gradient
 };
 
-/// When blocks begin.
+/// When blocks begin. Up and down's backward always begin together: the plan of either says nothing of it.
 enum class Start : std::uint8_t {
   kOverlapping,  ///< beside the kernel before, where the layer allows it
   kTogether,     ///< all at once, when that has ended

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/hopper/arch.cuh"
+#include "cuda/hopper/parameters.hpp"
 
 namespace moestro::cuda::hopper {
 
@@ -106,8 +107,11 @@ __device__ __forceinline__ int take_tile(Tickets<TicketWork>& tickets, const Sch
 /// thread that draws tiles.
 class Lockstep {
  public:
-  /// `counter`: how many tiles have begun, 0 at the start; null: nothing waits. `count`: of all tiles.
-  __device__ Lockstep(int* counter, int count) : begun_(counter), count_(count) {}
+  /// Of the `count` tiles of a kernel, where its plan asks for it. `whole_sums`: no parts of sums are counted
+  /// in the same place.
+  __device__ Lockstep(const Parameters& p, bool whole_sums, int count)
+      : begun_(p.lockstep && p.next_tile != nullptr && whole_sums ? p.next_tile + 1 : nullptr),
+        count_(count) {}
 
   __device__ __forceinline__ void begin_tile() {
     if (begun_ == nullptr) return;
@@ -130,7 +134,7 @@ class Lockstep {
  private:
   static constexpr int kMostVainWaits = 4;
   static constexpr long long kFirstLimit = 20000;  ///< cycles
-  int* begun_;
+  int* begun_;                                     ///< how many tiles have begun; null: nothing waits
   int count_;
   int expected_ = 0;
   int vain_waits_ = 0;  ///< in a row

@@ -254,8 +254,7 @@ __device__ __forceinline__ void produce_weight(const Parameters& p, std::uint32_
   bool first_tile = true;
   WeightWork work = schedule.at(w);
   gather.read_ahead(work, 0);
-  const bool in_lockstep = p.lockstep && p.next_tile != nullptr && !schedule.has_parts();
-  Lockstep lockstep(in_lockstep ? p.next_tile + 1 : nullptr, count);
+  Lockstep lockstep(p, !schedule.has_parts(), count);
   while (w < count) {
     if (draws) {
       lockstep.begin_tile();
