@@ -11,11 +11,11 @@
 ///                               and _WEIGHT_PLANS
 ///   hopper_lab steps SHAPE...   forward and backward of the layer in turns, by the rules and with the plans
 ///                               that MOESTRO_LAB_STEP_PLANS lists, or else every tile of every product:
-///                               product=tile.by_expert.raster.start, + between those forced together;
-///                               MOESTRO_LAB_OCCUPIED multiprocessors belong to another kernel
+///                               product=tile.by_expert.raster.start, + between those forced together
 ///   hopper_lab profile SHAPE... each kernel once, for a profiler, or MOESTRO_LAB_ROWS_PLANS
 /// MOESTRO_LAB_ZIPF skews the routing, MOESTRO_LAB_OAI takes SwiGLU-OAI and biases, MOESTRO_LAB_SILU SiLU
-/// without gate; MOESTRO_LAB_F32 adds weights' gradients to f32 ones (turns).
+/// without gate; MOESTRO_LAB_F32 adds weights' gradients to f32 ones (turns); MOESTRO_LAB_OCCUPIED
+/// multiprocessors belong to another kernel (turns and steps).
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -34,11 +34,14 @@
 #include <string>
 #include <vector>
 
+#include "cases.hpp"
 #include "common/activation_math.hpp"
 #include "cuda/hopper/hopper.hpp"
 #include "cuda/hopper/plan.hpp"
 #include "moestro/layer.hpp"
 #include "shapes.hpp"
+#include "support/occupied.hpp"
+#include "support/report.hpp"
 
 namespace m = moestro;
 namespace hopper = moestro::cuda::hopper;
@@ -117,7 +120,7 @@ static void fill(T* data, int64_t count, unsigned seed, float deviation, float m
 enum class Routing { kUniform, kZipf, kEmptyExperts, kSentinels };
 
 struct HostIndex {
-  std::vector<int> ids, token, offsets, map, tiles, order;
+  std::vector<int> token, offsets, map, tiles, order;
   int num_tiles = 0;
 };
 
@@ -134,7 +137,6 @@ static HostIndex route(const Shape& s, Routing routing, unsigned seed) {
   std::uniform_int_distribution<int> pick(0, static_cast<int>(s.E) - 1);
   std::vector<int> chosen;
   HostIndex index;
-  index.ids.assign(s.T * s.K, -1);
   for (int64_t t = 0; t < s.T; ++t) {
     chosen.clear();
     if (routing == Routing::kUniform || routing == Routing::kSentinels) {
@@ -152,7 +154,6 @@ static HostIndex route(const Shape& s, Routing routing, unsigned seed) {
     for (int64_t k = 0; k < s.K; ++k) {
       if (routing == Routing::kSentinels && rng() % 4 == 0) continue;
       rows[chosen[k]].push_back({static_cast<int>(t), static_cast<int>(t * s.K + k)});
-      index.ids[t * s.K + k] = chosen[k];
     }
   }
   index.map.assign(s.T * s.K, -1);
@@ -212,6 +213,11 @@ __device__ inline double warp_sum(double value) {
 }
 
 static int failures = 0;
+
+void m::test::report_failure(const std::string& what) {
+  ++failures;
+  std::printf("    FAILED: %s\n", what.c_str());
+}
 
 template <class F>
 static void compare(const char* what, int64_t samples, double tolerance, F f) {
@@ -429,6 +435,11 @@ static double middle_of(std::vector<double> values) {
   return values.empty() ? 0 : values[values.size() / 2];
 }
 
+static double environment_number(const char* name, double otherwise) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? otherwise : std::atof(value);
+}
+
 /// Runs all contestants in turns on a card that is warm: turns of about `turn_ms`, in an order drawn anew for
 /// each round. Fills in the times and clocks of all turns.
 static void take_turns(std::vector<Contestant>& contestants, int rounds, double turn_ms) {
@@ -454,6 +465,7 @@ static void take_turns(std::vector<Contestant>& contestants, int rounds, double 
   for (Contestant& c : contestants) {
     counts.push_back(std::clamp(static_cast<int>(turn_ms / turn(c, 3)), 3, 400));
   }
+  const m::test::Occupied occupied(static_cast<int>(environment_number("MOESTRO_LAB_OCCUPIED", 0)));
   for (int i = 0; i < 8; ++i) turn(contestants[0], counts[0]);  // the card warms
   std::mt19937 rng(7);
   std::vector<std::size_t> order(contestants.size());
@@ -468,47 +480,6 @@ static void take_turns(std::vector<Contestant>& contestants, int rounds, double 
       c.ghz.push_back(static_cast<double>(host[2] - host[0]) / static_cast<double>(host[3] - host[1]));
     }
   }
-}
-
-/// Stays until told to stop, or for a minute. Asks host memory seldom, not to be what is measured.
-__global__ void occupy_kernel(const volatile int* stop) {
-  unsigned long long begin, now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
-  do {
-    __nanosleep(500'000);
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  } while (*stop == 0 && now - begin < 60'000'000'000ULL);
-}
-/// Another kernel has `count` multiprocessors for itself, as a collective would.
-class Occupied {
- public:
-  explicit Occupied(int count) {
-    if (count == 0) return;
-    constexpr int kShared = 200 << 10;
-    CHECK_CUDA(cudaDeviceSynchronize());
-    CHECK_CUDA(cudaMallocHost(&stop_, sizeof(int)));
-    *stop_ = 0;
-    CHECK_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-    CHECK_CUDA(cudaFuncSetAttribute(occupy_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
-    occupy_kernel<<<count, 32, kShared, stream_>>>(stop_);
-  }
-  Occupied(const Occupied&) = delete;
-  ~Occupied() {
-    if (stop_ == nullptr) return;
-    *stop_ = 1;
-    CHECK_CUDA(cudaStreamSynchronize(stream_));
-    CHECK_CUDA(cudaStreamDestroy(stream_));
-    CHECK_CUDA(cudaFreeHost(stop_));
-  }
-
- private:
-  int* stop_ = nullptr;
-  cudaStream_t stream_ = nullptr;
-};
-
-static double environment_number(const char* name, double otherwise) {
-  const char* value = std::getenv(name);
-  return value == nullptr ? otherwise : std::atof(value);
 }
 
 /// Plans that are forced together.
@@ -562,7 +533,7 @@ static std::vector<TriedStep> tried_steps() {
 
 // ---- one problem ----
 
-enum class Mode { kCheck, kTurns, kSteps, kProfile };
+enum class Mode { kCheck, kTurns, kProfile };
 
 struct Options {
   m::Activation activation;
@@ -573,6 +544,83 @@ struct Options {
   Mode mode = Mode::kCheck;
   bool up_alone = false;
 };
+
+/// Adds a row for bench/results to the file that MOESTRO_LAB_JSON names, if it does.
+/// `yardstick`: the name and the speed of what it took turns with.
+static void write_row(const char* bench, const Shape& s, DType dtype, const Options& o, const char* kernel,
+                      const std::string& variant, double ms, double tflops, const char* yardstick,
+                      double yardstick_tflops, double ghz) {
+  const char* path = std::getenv("MOESTRO_LAB_JSON");
+  if (path == nullptr) return;
+  const auto environment = [](const char* name) {
+    const char* value = std::getenv(name);
+    return value == nullptr ? "" : value;
+  };
+  cudaDeviceProp device{};
+  CHECK_CUDA(cudaGetDeviceProperties(&device, 0));
+  if (std::FILE* file = std::fopen(path, "a")) {
+    std::fprintf(file,
+                 "{\"bench\": \"%s\", \"shape\": \"%s\", \"T\": %lld, \"d\": %lld, \"n\": %lld, "
+                 "\"E\": %lld, \"K\": %lld, \"dtype\": \"%s\", \"routing\": \"%s\", \"kernel\": \"%s\", "
+                 "\"variant\": \"%s\", \"ms\": %.4f, \"tflops\": %.1f, \"%s_tflops\": %.1f, "
+                 "\"ghz\": %.3f, \"activation\": \"%s\", "
+                 "\"device\": \"%s\", \"driver\": \"%s\", \"CUDA\": \"%d.%d\", \"date\": \"%s\", "
+                 "\"commit\": \"%s\"}\n",
+                 bench, s.name, (long long)s.T, (long long)s.d, (long long)s.n, (long long)s.E,
+                 (long long)s.K, m::dtype_name(dtype), o.routing == Routing::kZipf ? "zipf" : "uniform",
+                 kernel, variant.c_str(), ms, tflops, yardstick, yardstick_tflops, ghz,
+                 m::name_of(o.activation.kind), device.name, environment("MOESTRO_LAB_DRIVER"),
+                 CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, environment("MOESTRO_LAB_DATE"),
+                 environment("MOESTRO_LAB_COMMIT"));
+    std::fclose(file);
+  }
+}
+
+/// The whole layer under the rules and under other plans, in turns: what a plan costs others in power, and
+/// where they overlap, counts as well.
+static void steps(const Shape& s, const Options& o) {
+  m::LayerConfig config;
+  config.num_tokens = s.T;
+  config.d_model = s.d;
+  config.d_ff = s.n;
+  config.num_experts = s.E;
+  config.top_k = s.K;
+  config.dtype = DType::kBF16;
+  config.activation = o.activation;
+  config.gate_layout = o.layout;
+  config.has_b_up = config.has_b_down = o.bias;
+  m::Context ctx;
+  ctx.backend = m::BackendId::kCUDA;
+  ctx.path = m::KernelPath::kHopper;
+  const m::test::BackendUnderTest target = m::cli::find_target(ctx);
+  const auto routing =
+      o.routing == Routing::kZipf ? m::test::RoutingKind::kZipf : m::test::RoutingKind::kUniform;
+  m::cli::Problem problem(config, target, routing, 7);
+  m::cli::CaseOptions layer_step;
+  layer_step.stages = {"layer"};
+  layer_step.pass = "step";
+  const std::vector<m::cli::CaseGroup> cases = m::cli::make_cases(&problem, target, ctx, layer_step);
+  const m::cli::Case& step = cases.front().front();
+
+  std::printf("%s = T %lld, d %lld, n %lld, E %lld, K %lld\n", s.name, (long long)s.T, (long long)s.d,
+              (long long)s.n, (long long)s.E, (long long)s.K);
+  std::vector<Contestant> list = {{"rules", step.run, {}, {}}, {"rules again", step.run, {}, {}}};
+  for (const TriedStep& tried : tried_steps()) {
+    list.push_back({name_of(tried), [&step, tried] { with_plans(tried, step.run); }, {}, {}});
+  }
+  take_turns(list, static_cast<int>(environment_number("MOESTRO_LAB_ROUNDS", 7)),
+             environment_number("MOESTRO_LAB_TURN_MS", 60));
+  const double rules = middle_of(list[0].ms);
+  for (const Contestant& c : list) {
+    const double ms = middle_of(c.ms);
+    std::printf("  step %-60s %8.3f ms [%.3f %.3f]  %.4f of the rules  %.3f GHz\n", c.name.c_str(), ms,
+                *std::min_element(c.ms.begin(), c.ms.end()), *std::max_element(c.ms.begin(), c.ms.end()),
+                ms / rules, middle_of(c.ghz));
+    write_row("hopper_steps", s, config.dtype, o, "step", c.name, ms, step.flops / ms * 1e-9, "rules",
+              step.flops / rules * 1e-9, middle_of(c.ghz));
+  }
+  std::fflush(stdout);
+}
 
 template <class Element>
 struct Problem {
@@ -993,7 +1041,6 @@ struct Problem {
         (int)o.routing, (long long)R, (long long)S, host.num_tiles);
     std::fflush(stdout);
     if (o.mode == Mode::kTurns) return turns();
-    if (o.mode == Mode::kSteps) return steps();
     if (o.mode == Mode::kProfile) return profile();
     const m::Context ctx = context();
     check_status(hopper::up_forward(up_args(true, true), ctx, nullptr));
@@ -1091,118 +1138,6 @@ struct Problem {
     CHECK_CUDA(cudaDeviceSynchronize());
   }
 
-  /// A row for bench/results, where MOESTRO_LAB_JSON names a file.
-  /// `yardstick`: the name and the speed of what it took turns with.
-  void write_row(const char* kernel, const std::string& variant, double ms, double tflops,
-                 const char* yardstick, double yardstick_tflops, double ghz) const {
-    const char* path = std::getenv("MOESTRO_LAB_JSON");
-    if (path == nullptr) return;
-    const auto environment = [](const char* name) {
-      const char* value = std::getenv(name);
-      return value == nullptr ? "" : value;
-    };
-    cudaDeviceProp device{};
-    CHECK_CUDA(cudaGetDeviceProperties(&device, 0));
-    if (std::FILE* file = std::fopen(path, "a")) {
-      std::fprintf(file,
-                   "{\"bench\": \"hopper_%s\", \"shape\": \"%s\", \"T\": %lld, \"d\": %lld, \"n\": %lld, "
-                   "\"E\": %lld, \"K\": %lld, \"dtype\": \"%s\", \"routing\": \"%s\", \"kernel\": \"%s\", "
-                   "\"variant\": \"%s\", \"ms\": %.4f, \"tflops\": %.1f, \"%s_tflops\": %.1f, "
-                   "\"ghz\": %.3f, \"activation\": \"%s\", "
-                   "\"device\": \"%s\", \"driver\": \"%s\", \"CUDA\": \"%d.%d\", \"date\": \"%s\", "
-                   "\"commit\": \"%s\"}\n",
-                   o.mode == Mode::kSteps ? "steps" : "turns", s.name, (long long)s.T, (long long)s.d,
-                   (long long)s.n, (long long)s.E, (long long)s.K, kBf16 ? "bf16" : "f16",
-                   o.routing == Routing::kZipf ? "zipf" : "uniform", kernel, variant.c_str(), ms, tflops,
-                   yardstick, yardstick_tflops, ghz, m::name_of(o.activation.kind), device.name,
-                   environment("MOESTRO_LAB_DRIVER"), CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10,
-                   environment("MOESTRO_LAB_DATE"), environment("MOESTRO_LAB_COMMIT"));
-      std::fclose(file);
-    }
-  }
-
-  /// The whole layer under the rules and under other plans, in turns: what a plan costs others in power, and
-  /// where they overlap, counts as well.
-  void steps() {
-    m::LayerConfig config;
-    config.num_tokens = s.T;
-    config.d_model = s.d;
-    config.d_ff = s.n;
-    config.num_experts = s.E;
-    config.top_k = s.K;
-    config.dtype = kType;
-    config.activation = o.activation;
-    config.gate_layout = o.layout;
-    config.has_b_up = config.has_b_down = o.bias;
-    m::Context ctx;
-    ctx.backend = m::BackendId::kCUDA;
-    ctx.path = m::KernelPath::kHopper;
-    const m::LayerBytes bytes = m::layer_bytes(config, ctx);
-    const Buffer saved(bytes.saved);
-    const Buffer scratch(std::max(bytes.forward_workspace, bytes.backward_workspace));
-    const Buffer y_tokens(size(s.T, s.d));
-    const Buffer d_x_tokens(size(s.T, s.d));
-    const Buffer d_b_up(size(s.E, W));
-    const Buffer d_b_down(size(s.E, s.d));
-    fill(s_row.as<float>(), S, 8, 0.2F, 0.5F);
-    ctx.workspace = scratch.data;
-    ctx.workspace_bytes = scratch.bytes;
-    m::LayerForwardArgs forward;
-    forward.x = view(x, {s.T, s.d});
-    forward.expert_ids = view(*upload(host.ids), {s.T, s.K}, DType::kI32);
-    forward.weights = view(s_row, {s.T, s.K}, DType::kF32);
-    forward.w_up = view(w_up, {s.E, W, s.d});
-    forward.w_down = view(w_down, {s.E, s.d, s.n});
-    if (o.bias) {
-      forward.b_up = view(b_up, {s.E, W});
-      forward.b_down = view(b_down, {s.E, s.d});
-    }
-    forward.y = view(y_tokens, {s.T, s.d});
-    forward.saved = saved.data;
-    forward.saved_bytes = saved.bytes;
-    m::LayerBackwardArgs backward;
-    backward.d_y = view(d_y, {s.T, s.d});
-    backward.x = forward.x;
-    backward.weights = forward.weights;
-    backward.w_up = forward.w_up;
-    backward.w_down = forward.w_down;
-    backward.b_up = forward.b_up;
-    backward.b_down = forward.b_down;
-    backward.saved = saved.data;
-    backward.saved_bytes = saved.bytes;
-    backward.d_x = view(d_x_tokens, {s.T, s.d});
-    backward.d_weights = view(d_weights, {s.T, s.K}, DType::kF32);
-    backward.d_w_up = view(d_w_up, {s.E, W, s.d});
-    backward.d_w_down = view(d_w_down, {s.E, s.d, s.n});
-    if (o.bias) {
-      backward.d_b_up = view(d_b_up, {s.E, W});
-      backward.d_b_down = view(d_b_down, {s.E, s.d});
-    }
-    const auto call = [=] {
-      check_status(m::layer_forward(config, forward, ctx));
-      check_status(m::layer_backward(config, backward, ctx));
-    };
-    std::vector<Contestant> list = {{"rules", call, {}, {}}, {"rules again", call, {}, {}}};
-    for (const TriedStep& step : tried_steps()) {
-      list.push_back({name_of(step), [=] { with_plans(step, call); }, {}, {}});
-    }
-    const double turn_ms = environment_number("MOESTRO_LAB_TURN_MS", 60);
-    const int taken = static_cast<int>(environment_number("MOESTRO_LAB_OCCUPIED", 0));
-    if (taken > 0) take_turns(list, 0, 0);  // loads all kernels, which waits for those that run
-    const Occupied occupied(taken);
-    take_turns(list, static_cast<int>(environment_number("MOESTRO_LAB_ROUNDS", 7)), turn_ms);
-    const double flops = 6.0 * R * s.d * (W + s.n);
-    const double rules = middle_of(list[0].ms);
-    for (const Contestant& c : list) {
-      const double ms = middle_of(c.ms);
-      std::printf("  step %-60s %8.3f ms [%.3f %.3f]  %.4f of the rules  %.3f GHz\n", c.name.c_str(), ms,
-                  *std::min_element(c.ms.begin(), c.ms.end()), *std::max_element(c.ms.begin(), c.ms.end()),
-                  ms / rules, middle_of(c.ghz));
-      write_row("step", c.name, ms, flops / ms * 1e-9, "rules", flops / rules * 1e-9, middle_of(c.ghz));
-    }
-    std::fflush(stdout);
-  }
-
   /// Plans in turns with the yardstick of the same product.
   void turns() {
     const m::Context ctx = context();
@@ -1233,8 +1168,8 @@ struct Problem {
             kernel, c.name.c_str(), ms, *std::min_element(c.ms.begin(), c.ms.end()),
             *std::max_element(c.ms.begin(), c.ms.end()), flops / ms * 1e-9, yardstick / ms, middle_of(c.ghz),
             cycles * 1e-6, flops / 132 / 4096 / cycles);
-        write_row(kernel, c.name, ms, flops / ms * 1e-9, "cublas", flops / yardstick * 1e-9,
-                  middle_of(c.ghz));
+        write_row("hopper_turns", s, kType, o, kernel, c.name, ms, flops / ms * 1e-9, "cublas",
+                  flops / yardstick * 1e-9, middle_of(c.ghz));
       }
       std::fflush(stdout);
     };
@@ -1371,7 +1306,6 @@ int main(int argc, char** argv) {
   } else {
     Options options;
     if (mode == "turns") options.mode = Mode::kTurns;
-    if (mode == "steps") options.mode = Mode::kSteps;
     if (mode == "profile") options.mode = Mode::kProfile;
     if (std::getenv("MOESTRO_LAB_OAI") != nullptr) {
       options.activation.kind = m::ActivationKind::kSwiGLUOAI;
@@ -1386,7 +1320,8 @@ int main(int argc, char** argv) {
       for (int i = 2; i < argc; ++i) {
         wanted = wanted || std::strcmp(argv[i], shape.name) == 0 || std::strcmp(argv[i], "all") == 0;
       }
-      if (wanted) run<__nv_bfloat16>(shape, options, &cublas);
+      if (!wanted) continue;
+      mode == "steps" ? steps(shape, options) : run<__nv_bfloat16>(shape, options, &cublas);
     }
   }
   CHECK_CUDA(cudaDeviceSynchronize());

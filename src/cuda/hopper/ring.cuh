@@ -102,32 +102,36 @@ __device__ __forceinline__ int take_tile(Tickets<TicketWork>& tickets, const Sch
 }
 
 /// Lets all blocks begin their i-th tiles at about the same time, so that what those share is in L2 when they
-/// read it. Nothing depends on it: a wait ends after a seventh of a tile's time, and a block that waited in
-/// vain four times in a row waits no more, for another kernel may have some blocks' multiprocessors. By the
-/// thread that draws tiles.
+/// read it: all that are there, for another kernel may have some blocks' multiprocessors. Nothing depends on
+/// it: a wait ends after a seventh of a tile's time, and a block that waited in vain four times in a row
+/// waits no more. By the thread that draws tiles.
 class Lockstep {
  public:
   /// Of the `count` tiles of a kernel, where its plan asks for it. `whole_sums`: no parts of sums are counted
   /// in the same place.
   __device__ Lockstep(const Parameters& p, bool whole_sums, int count)
       : begun_(p.lockstep && p.next_tile != nullptr && whole_sums ? p.next_tile + 1 : nullptr),
-        count_(count) {}
+        count_(count),
+        present_(static_cast<int>(gridDim.x)) {}
 
   __device__ __forceinline__ void begin_tile() {
     if (begun_ == nullptr) return;
     atomicAdd(begun_, 1);
     if (vain_waits_ == kMostVainWaits) return;
-    expected_ = min(expected_ + static_cast<int>(gridDim.x), count_);
+    expected_ = min(expected_ + present_, count_);
     const long long now = clock64();
     const long long limit = last_ == 0 ? kFirstLimit : (now - last_) / 7;
     ++vain_waits_;
+    int begun = 0;
     do {
-      if (*const_cast<volatile int*>(begun_) >= expected_) {
+      begun = *const_cast<volatile int*>(begun_);
+      if (begun >= expected_) {
         vain_waits_ = 0;
         break;
       }
       __nanosleep(100);
     } while (clock64() - now < limit);
+    if (last_ == 0) expected_ = present_ = min(begun, expected_);
     last_ = clock64();
   }
 
@@ -136,6 +140,7 @@ class Lockstep {
   static constexpr long long kFirstLimit = 20000;  ///< cycles
   int* begun_;                                     ///< how many tiles have begun; null: nothing waits
   int count_;
+  int present_;  ///< blocks that had begun when the first wait ended
   int expected_ = 0;
   int vain_waits_ = 0;  ///< in a row
   long long last_ = 0;  ///< when the tile before began

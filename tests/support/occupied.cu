@@ -1,0 +1,57 @@
+#include "support/occupied.hpp"
+
+#include <cuda_runtime.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace moestro::test {
+namespace {
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::fprintf(stderr, "Occupied: %s: %s\n", what, cudaGetErrorString(error));
+  std::abort();  // a CUDA error is sticky: nothing later could pass
+}
+
+/// One thread asks host memory, seldom, not to be what is measured.
+__global__ void __launch_bounds__(1024) occupy_kernel(const volatile int* stop) {
+  unsigned long long begin, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+  do {
+    __nanosleep(500'000);
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  } while (__syncthreads_or(threadIdx.x == 0 && (*stop != 0 || now - begin > 60'000'000'000ULL)) == 0);
+}
+
+}  // namespace
+
+Occupied::Occupied(int count) {
+  if (count == 0) return;
+  int device = 0;
+  int shared_bytes = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "attribute");
+  shared_bytes -= 4096;  // room for a kernel that reads a clock
+  check(cudaFuncSetAttribute(occupy_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+        "cudaFuncSetAttribute");
+  check(cudaMallocHost(&stop_, sizeof(int)), "cudaMallocHost");
+  *stop_ = 0;
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  stream_ = stream;
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  occupy_kernel<<<count, 1024, static_cast<std::size_t>(shared_bytes), stream>>>(stop_);
+  check(cudaGetLastError(), "launch");
+}
+
+Occupied::~Occupied() {
+  if (stop_ == nullptr) return;
+  *const_cast<volatile int*>(stop_) = 1;
+  const auto stream = static_cast<cudaStream_t>(stream_);
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  check(cudaStreamDestroy(stream), "cudaStreamDestroy");
+  check(cudaFreeHost(stop_), "cudaFreeHost");
+}
+
+}  // namespace moestro::test
