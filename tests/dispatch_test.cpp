@@ -123,6 +123,7 @@ TEST_P(DispatchTest, ManyTokens) {
   expect_all_builders(make_routing(rng, 20000, 64, 4, {.kind = RoutingKind::kZipf, .sentinels = 0.05}));
   expect_all_builders(make_routing(rng, 5000, 256, 8, {.kind = RoutingKind::kUniform}));
   expect_all_builders(make_routing(rng, 30000, 3, 1, {.kind = RoutingKind::kDuplicates}));
+  expect_all_builders(make_routing(rng, 80000, 20, 8, {.kind = RoutingKind::kUniform}));
 }
 
 TEST_P(DispatchTest, IdsOf64BitsAreNotCutTo32) {

@@ -18,7 +18,7 @@ groups='*DispatchTest.GoldenExample/*:*DispatchTest.RowWeights/*:*DispatchTest.R
 *UpTest.*Accumulates/*:*DownTest.*Accumulates/*:*LayerTest.EveryNumberOfTokensUpTo17/*
 *CudaDeviceTest.GraphReplaysWithOtherData/cuda_portable'
 # Too many launches for racecheck.
-more_groups='*DispatchTest.EqualsStableSort*/*:*RouterTest.WeightsAndGradients/*
+more_groups='*DispatchTest.EqualsStableSort*/*:*DispatchTest.ManyTokens/*:*RouterTest.WeightsAndGradients/*
 *RouterTest.GroupsLimit*/cuda:*RoundingTest.AgreesWithTheReference/cuda'
 small=$("$program" --gtest_list_tests --gtest_filter='*HopperSmallTest*' |
   sed -n 's/^  \([^ ]*\).*/*HopperSmallTest.\1/p')

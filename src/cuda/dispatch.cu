@@ -6,8 +6,9 @@
 ///   place  every block reads all blocks' counts, which are small and in L2, and finds by itself where each
 ///          expert and its own slots begin: row = expert's first + blocks before + warps before + rank
 /// A block lives for microseconds, so that fetching instructions counts: loops are unrolled only where
-/// that overlaps memory. They run as one cooperative kernel; where the device has no cooperative launch, as
-/// two kernels, of which the second counts again. Integers only, so every grid size gives the same index.
+/// that overlaps memory. They run as one cooperative kernel; very many slots, or where the device has no
+/// cooperative launch, as two kernels, of which the second counts again. Integers only, so every grid size
+/// gives the same index.
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
@@ -21,7 +22,7 @@ namespace moestro::cuda {
 namespace {
 
 constexpr int kMaxWarps = 32;
-constexpr int kGroups = 4;  // of 32 slots that a warp reads at once
+constexpr int kGroups = 8;  // of 32 slots that a warp reads at once
 constexpr unsigned kFullWarp = 0xffffffffU;
 
 struct DispatchPlan {
@@ -31,6 +32,7 @@ struct DispatchPlan {
   std::int64_t slots_per_block;
   bool one_chunk;  // a warp's slots stay in registers from counting to placing
   bool staged;     // a block's rows are put in order in shared memory before they are written
+  bool one_kernel;
   std::size_t smem_bytes;
   std::size_t workspace_bytes;
 };
@@ -63,8 +65,13 @@ Status plan_dispatch(const Device& device, std::int64_t num_slots, std::int64_t 
                          "dispatch_forward: num_experts is %lld, more than a CUDA block can count",
                          static_cast<long long>(num_experts));
   }
+  // A grid barrier needs all blocks on the device at once: a cooperative kernel waits while another one has
+  // their multiprocessors, and a collective may have some for long. So it asks for half of them at most.
+  const std::int64_t half = std::max(1, device.sm_count / 2);
+  plan->one_kernel = device.cooperative_launch && num_slots <= half * plan->warps_per_block * 32 * kGroups;
   const std::int64_t wanted = ceil_div(num_slots, 32 * plan->warps_per_block);
-  plan->num_blocks = static_cast<int>(wanted < 1 ? 1 : (wanted < device.sm_count ? wanted : device.sm_count));
+  plan->num_blocks =
+      static_cast<int>(std::clamp<std::int64_t>(wanted, 1, plan->one_kernel ? half : device.sm_count));
   const std::int64_t warps = static_cast<std::int64_t>(plan->num_blocks) * plan->warps_per_block;
   plan->slots_per_warp = ceil_div(ceil_div(num_slots, warps), 32) * 32;
   plan->slots_per_block = plan->slots_per_warp * plan->warps_per_block;
@@ -541,7 +548,7 @@ Status launch_dispatch(const Device& device, const DispatchPlan& plan, DispatchP
   const dim3 grid(static_cast<unsigned>(plan.num_blocks));
   const dim3 block(static_cast<unsigned>(32 * plan.warps_per_block));
   void* arguments[] = {&params};
-  if (device.cooperative_launch) {
+  if (plan.one_kernel) {
     params.phases = kBothPhases;
     (void)cudaLaunchCooperativeKernel(kernel, grid, block, arguments, plan.smem_bytes, stream);
     return check_launch("dispatch_kernel");

@@ -10,6 +10,7 @@
 
 #include "moestro/backend.hpp"
 #include "support/backend_suite.hpp"
+#include "support/occupied.hpp"
 
 namespace moestro::test {
 namespace {
@@ -109,6 +110,33 @@ TEST_P(CudaDeviceTest, RunsWhileTheDefaultStreamIsBlocked) {
   release = true;
   EXPECT_CUDA(cudaStreamSynchronize(nullptr));
   EXPECT_EQ(run.output_bytes(), expected);
+}
+
+// A collective keeps multiprocessors until other ranks come: what needs all of them at once would wait for
+// it, and ranks perhaps for each other.
+TEST_P(CudaDeviceTest, RunsBesideAKernelThatKeepsMultiprocessors) {
+  int num_multiprocessors = 0;
+  EXPECT_CUDA(cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+  cudaEvent_t end = nullptr;
+  EXPECT_CUDA(cudaEventCreate(&end));
+  for (const std::int64_t num_tokens : {2000, 40000, 140000}) {
+    LayerRun run(backend(), random_problem(7015, {num_tokens, 64, 64, 16, 4}, bf16_config()));
+    const std::vector<unsigned char> expected = (run.run(), run.output_bytes());
+    run.poison_workspaces();
+    {
+      const Occupied occupied(num_multiprocessors / 2);
+      MOESTRO_EXPECT_OK(run.forward());
+      MOESTRO_EXPECT_OK(run.backward());
+      EXPECT_CUDA(cudaEventRecord(end, stream()));
+      for (int i = 0; i < 20000 && cudaEventQuery(end) == cudaErrorNotReady; ++i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      EXPECT_EQ(cudaEventQuery(end), cudaSuccess) << num_tokens << " tokens waited for the other kernel";
+      (void)cudaGetLastError();  // not to be found by the next launch
+    }
+    EXPECT_EQ(run.output_bytes(), expected);
+  }
+  EXPECT_CUDA(cudaEventDestroy(end));
 }
 
 TEST_P(CudaDeviceTest, TwentyRunsOfManyTilesGiveTheSameBits) {
