@@ -346,15 +346,19 @@ struct Cublas {
   }
 };
 
-/// The card's clock: a multiprocessor's cycle counter against the nanosecond timer.
-__global__ void stamp_kernel(unsigned long long* stamp) {
+/// For the card's clock: a multiprocessor's cycle counter and the nanosecond timer.
+struct Stamp {
+  unsigned long long cycles, ns;
+};
+constexpr int kMostMultiprocessors = 256;
+/// stamps[multiprocessor], of those that are free.
+__global__ void stamp_kernel(Stamp* stamps) {
   unsigned multiprocessor;
   asm volatile("mov.u32 %0, %%smid;" : "=r"(multiprocessor));
-  if (multiprocessor != 0 || threadIdx.x != 0) return;
+  if (multiprocessor >= kMostMultiprocessors || threadIdx.x != 0) return;
   unsigned long long now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  stamp[0] = static_cast<unsigned long long>(clock64());
-  stamp[1] = now;
+  stamps[multiprocessor] = {static_cast<unsigned long long>(clock64()), now};
 }
 
 static const char* tile_name(hopper::Product product, int tile) {
@@ -443,19 +447,21 @@ static double environment_number(const char* name, double otherwise) {
 /// Runs all contestants in turns on a card that is warm: turns of about `turn_ms`, in an order drawn anew for
 /// each round. Fills in the times and clocks of all turns.
 static void take_turns(std::vector<Contestant>& contestants, int rounds, double turn_ms) {
-  static unsigned long long* stamps = nullptr;
+  using Stamps = Stamp[2][kMostMultiprocessors];  // before a turn, and after
+  static Stamp* stamps = nullptr;
   static cudaEvent_t events[2];
   if (stamps == nullptr) {
-    CHECK_CUDA(cudaMalloc(&stamps, 32));
+    CHECK_CUDA(cudaMalloc(&stamps, sizeof(Stamps)));
     for (cudaEvent_t& event : events) CHECK_CUDA(cudaEventCreate(&event));
   }
   const auto turn = [&](Contestant& c, int count) {
+    CHECK_CUDA(cudaMemset(stamps, 0, sizeof(Stamps)));
     for (int i = 0; i < (count + 1) / 2; ++i) c.run();  // the clock settles
     stamp_kernel<<<1024, 32>>>(stamps);
     CHECK_CUDA(cudaEventRecord(events[0]));
     for (int i = 0; i < count; ++i) c.run();
     CHECK_CUDA(cudaEventRecord(events[1]));
-    stamp_kernel<<<1024, 32>>>(stamps + 2);
+    stamp_kernel<<<1024, 32>>>(stamps + kMostMultiprocessors);
     CHECK_CUDA(cudaEventSynchronize(events[1]));
     float ms = 0;
     CHECK_CUDA(cudaEventElapsedTime(&ms, events[0], events[1]));
@@ -475,9 +481,12 @@ static void take_turns(std::vector<Contestant>& contestants, int rounds, double 
     for (const std::size_t which : order) {
       Contestant& c = contestants[which];
       c.ms.push_back(turn(c, counts[which]));
-      unsigned long long host[4];
+      Stamps host;
       CHECK_CUDA(cudaMemcpy(host, stamps, sizeof host, cudaMemcpyDeviceToHost));
-      c.ghz.push_back(static_cast<double>(host[2] - host[0]) / static_cast<double>(host[3] - host[1]));
+      int i = 0;  // the first that has both
+      while (i + 1 < kMostMultiprocessors && (host[0][i].ns == 0 || host[1][i].ns == 0)) ++i;
+      c.ghz.push_back(static_cast<double>(host[1][i].cycles - host[0][i].cycles) /
+                      static_cast<double>(host[1][i].ns - host[0][i].ns));
     }
   }
 }

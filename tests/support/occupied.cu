@@ -32,7 +32,6 @@ Occupied::Occupied(int count) {
   int shared_bytes = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "attribute");
-  shared_bytes -= 4096;  // room for a kernel that reads a clock
   check(cudaFuncSetAttribute(occupy_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
         "cudaFuncSetAttribute");
   check(cudaMallocHost(&stop_, sizeof(int)), "cudaMallocHost");

@@ -3,8 +3,8 @@
 
 namespace moestro::test {
 
-/// Holds `count` multiprocessors of the current device, with nearly all of their shared memory, from here to
-/// the destructor; at most for a minute. Kernels must have run before: to load one waits for all that run.
+/// Holds `count` multiprocessors of the current device, with all of their shared memory, from here to the
+/// destructor; at most for a minute. Kernels must have run before: to load one waits for all that run.
 class Occupied {
  public:
   explicit Occupied(int count);
