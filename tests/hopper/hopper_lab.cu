@@ -444,6 +444,10 @@ static double environment_number(const char* name, double otherwise) {
   return value == nullptr ? otherwise : std::atof(value);
 }
 
+static int num_occupied() {
+  return static_cast<int>(environment_number("MOESTRO_LAB_OCCUPIED", 0));
+}
+
 /// Runs all contestants in turns on a card that is warm: turns of about `turn_ms`, in an order drawn anew for
 /// each round. Fills in the times and clocks of all turns.
 static void take_turns(std::vector<Contestant>& contestants, int rounds, double turn_ms) {
@@ -471,7 +475,7 @@ static void take_turns(std::vector<Contestant>& contestants, int rounds, double 
   for (Contestant& c : contestants) {
     counts.push_back(std::clamp(static_cast<int>(turn_ms / turn(c, 3)), 3, 400));
   }
-  const m::test::Occupied occupied(static_cast<int>(environment_number("MOESTRO_LAB_OCCUPIED", 0)));
+  const m::test::Occupied occupied(num_occupied());
   for (int i = 0; i < 8; ++i) turn(contestants[0], counts[0]);  // the card warms
   std::mt19937 rng(7);
   std::vector<std::size_t> order(contestants.size());
@@ -572,12 +576,12 @@ static void write_row(const char* bench, const Shape& s, DType dtype, const Opti
                  "{\"bench\": \"%s\", \"shape\": \"%s\", \"T\": %lld, \"d\": %lld, \"n\": %lld, "
                  "\"E\": %lld, \"K\": %lld, \"dtype\": \"%s\", \"routing\": \"%s\", \"kernel\": \"%s\", "
                  "\"variant\": \"%s\", \"ms\": %.4f, \"tflops\": %.1f, \"%s_tflops\": %.1f, "
-                 "\"ghz\": %.3f, \"activation\": \"%s\", "
+                 "\"ghz\": %.3f, \"occupied\": %d, \"activation\": \"%s\", "
                  "\"device\": \"%s\", \"driver\": \"%s\", \"CUDA\": \"%d.%d\", \"date\": \"%s\", "
                  "\"commit\": \"%s\"}\n",
                  bench, s.name, (long long)s.T, (long long)s.d, (long long)s.n, (long long)s.E,
                  (long long)s.K, m::dtype_name(dtype), o.routing == Routing::kZipf ? "zipf" : "uniform",
-                 kernel, variant.c_str(), ms, tflops, yardstick, yardstick_tflops, ghz,
+                 kernel, variant.c_str(), ms, tflops, yardstick, yardstick_tflops, ghz, num_occupied(),
                  m::name_of(o.activation.kind), device.name, environment("MOESTRO_LAB_DRIVER"),
                  CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, environment("MOESTRO_LAB_DATE"),
                  environment("MOESTRO_LAB_COMMIT"));
