@@ -10,11 +10,8 @@ forward and 18 T K d n for both (4 and 12 without gate).
 """
 
 import argparse
-import datetime
 import gc
 import json
-import os
-import subprocess
 import sys
 import time
 import traceback
@@ -25,6 +22,7 @@ import torch
 from measure import (
     capture,
     clear,
+    environment,
     host_us,
     kernels_us,
     medians_in_turns,
@@ -40,24 +38,6 @@ from shapes import SHAPES, parse_case
 BOUND = "cublas-bound"
 ROOMY = 60 << 30  # free bytes with which no cached block need be given back between peers
 WRONG = 0.02  # of y, relative: beyond rounding in bf16
-
-
-def environment() -> dict[str, Any]:
-    def output(*command: str) -> str:
-        try:
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return "unknown"
-
-    return {
-        "device": torch.cuda.get_device_name(),
-        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "run": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "path": os.environ.get("MOESTRO_PATH", "auto"),
-    }
 
 
 class Phases:

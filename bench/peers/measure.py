@@ -1,10 +1,13 @@
 """How a peer's layer is measured. Times are milliseconds between events on the current stream."""
 
+import datetime
 import gc
 import math
+import os
 import random
 import re
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +18,26 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 Call = Callable[[], Any]
+
+
+def environment() -> dict[str, Any]:
+    """What every row says of its run."""
+
+    def output(*command: str) -> str:
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return "unknown"
+
+    return {
+        "device": torch.cuda.get_device_name(),
+        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "run": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "path": os.environ.get("MOESTRO_PATH", "auto"),
+    }
 
 
 def _samples_ms(run: Call, repeats: int) -> list[float]:

@@ -1,6 +1,6 @@
 """The tests run on the package in python/, over the library that MOESTRO_LIBRARY names (else build/'s).
 
-MOESTRO_TEST_DEVICE=cuda runs them on the GPU; what needs float64 is skipped there.
+MOESTRO_TEST_DEVICE=cuda, or cuda:1, runs them on that GPU; what needs float64 is skipped there.
 """
 
 import os

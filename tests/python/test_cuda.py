@@ -1,5 +1,7 @@
 """What only a CUDA device has: graphs, streams, its caching allocator, autocast and checkpointing at real widths."""
 
+from collections.abc import Iterator
+
 import moestro
 import pytest
 import torch
@@ -7,6 +9,14 @@ from support import DEVICE, SAVES, make_layer
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="MOESTRO_TEST_DEVICE is not cuda")
+
+
+@pytest.fixture(autouse=True)
+def current_device() -> Iterator[None]:
+    """Graphs, streams and the allocator's numbers are those of the current device. All other tests leave it
+    at the first one, whatever device their tensors are on."""
+    with torch.cuda.device(DEVICE):
+        yield
 
 
 def _layer(T: int = 96, seed: int = 0, **options: str):
