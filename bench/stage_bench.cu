@@ -285,13 +285,8 @@ LayerShape parse_shape(const std::string& text) {
 
 LayerConfig config_of(const LayerShape& shape) {
   LayerConfig config;
-  config.num_tokens = shape.num_tokens;
-  config.d_model = shape.d_model;
-  config.d_ff = shape.d_ff;
-  config.num_experts = shape.num_experts;
-  config.top_k = shape.top_k;
   config.dtype = DType::kBF16;
-  return config;
+  return moestro::cli::with_extents(config, shape);
 }
 
 /// The arguments of a layer's two calls over tensors of their own.

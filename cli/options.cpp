@@ -148,13 +148,7 @@ CLI::Option* add_choice(CLI::App& app, const std::string& option, std::vector<st
 }
 
 LayerConfig LayerOptions::config(const Shape& shape) const {
-  LayerConfig config = base;
-  config.num_tokens = shape.num_tokens;
-  config.d_model = shape.d_model;
-  config.d_ff = shape.d_ff;
-  config.num_experts = shape.num_experts;
-  config.top_k = shape.top_k;
-  return config;
+  return with_extents(base, shape);
 }
 
 void add_dtype_option(CLI::App& app, DType* dtype) {

@@ -4,12 +4,25 @@
 
 #include <cstdint>
 
+#include "moestro/config.hpp"
+
 namespace moestro::cli {
 
 struct NamedShape {
   const char* name;
   std::int64_t num_tokens, d_model, d_ff, num_experts, top_k;
 };
+
+/// `config` with the extents of a shape, of this kind or of options.hpp.
+template <class AnyShape>
+LayerConfig with_extents(LayerConfig config, const AnyShape& shape) {
+  config.num_tokens = shape.num_tokens;
+  config.d_model = shape.d_model;
+  config.d_ff = shape.d_ff;
+  config.num_experts = shape.num_experts;
+  config.top_k = shape.top_k;
+  return config;
+}
 
 inline constexpr NamedShape kNamedShapes[] = {
     {"1.4B-n256", 40960, 768, 256, 128, 8},    {"1.4B-n512", 40960, 768, 512, 64, 4},

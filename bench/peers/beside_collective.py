@@ -18,7 +18,6 @@ import socket
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,31 +62,41 @@ def _times(peer: Peer | None, gather: Callable[[], dist.Work] | None, repeats: i
 def _measure(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    for text in options.shape:
-        name, shape = parse_shape(text)
+    common = {
+        **environment(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "commit": options.commit,
+    }
+    for name, shape in options.shape:
         problem = make_problem(shape)
         for peer_name in options.peer:
             peer = PEERS[peer_name](problem)
             forward_ms, step_ms, _ = _times(peer, None, options.repeats)
             gather_ms = _times(None, _gather_of(_GATHER_BYTES, rank, world), options.repeats)[2]
-            nbytes = torch.tensor([_GATHER_BYTES * 1.25 * step_ms / gather_ms], device="cuda")
-            dist.broadcast(nbytes, 0)
-            gather = _gather_of(int(nbytes.item()) // (world * 512) * world * 512, rank, world)
+            wanted = torch.tensor(_GATHER_BYTES * 1.25 * step_ms / gather_ms, device="cuda")
+            dist.broadcast(wanted, 0)
+            nbytes = int(wanted.item()) // (world * 512) * world * 512
+            gather = _gather_of(nbytes, rank, world)
             gather_ms = _times(None, gather, options.repeats)[2]
             beside_forward_ms, beside_step_ms, both_ms = _times(peer, gather, options.repeats)
-            row: dict[str, Any] = {"bench": "beside_collective", "shape": name, **shape._asdict()}
-            row |= {"peer": peer_name, "gpus": world, "gather_mib": int(nbytes.item()) >> 20}
-            row |= {"forward_ms": forward_ms, "step_ms": step_ms, "gather_ms": gather_ms}
-            row |= {"beside_forward_ms": beside_forward_ms, "beside_step_ms": beside_step_ms}
-            row |= {"both_ms": both_ms, **environment()}
-            row |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "commit": options.commit}
-            row = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
             del gather
-            if rank == 0:
-                print(json.dumps(row), flush=True)
-                if options.out:
-                    with options.out.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+            if rank > 0:
+                continue
+            times = {
+                "forward_ms": forward_ms,
+                "step_ms": step_ms,
+                "gather_ms": gather_ms,
+                "beside_forward_ms": beside_forward_ms,
+                "beside_step_ms": beside_step_ms,
+                "both_ms": both_ms,
+            }
+            row = {"bench": "beside_collective", "shape": name, **shape._asdict(), "peer": peer_name}
+            row |= {"gpus": world, "gather_mib": nbytes >> 20}
+            row |= {key: round(ms, 3) for key, ms in times.items()} | common
+            print(json.dumps(row), flush=True)
+            if options.out:
+                with options.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
     dist.destroy_process_group()
 
 
@@ -101,7 +110,10 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    options.shape = options.shape or ["olmoe"]
+    try:
+        options.shape = [parse_shape(text) for text in options.shape or ["olmoe"]]
+    except ValueError as error:
+        parser.error(str(error))
     options.peer = options.peer or ["moestro"]
     world = torch.cuda.device_count()
     if world < 2:

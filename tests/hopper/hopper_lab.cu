@@ -68,6 +68,9 @@ struct Shape {
   const char* name;
   int64_t T, d, n, E, K;
 };
+static Shape shape_of(const m::cli::NamedShape& named) {
+  return {named.name, named.num_tokens, named.d_model, named.d_ff, named.num_experts, named.top_k};
+}
 
 // ---- device buffers ----
 
@@ -559,10 +562,9 @@ struct Options {
 };
 
 /// Adds a row for bench/results to the file that MOESTRO_LAB_JSON names, if it does.
-/// `yardstick`: the name and the speed of what it took turns with.
+/// `flops` are those of a run; `yardstick_ms` is the time of what `c` took turns with.
 static void write_row(const char* bench, const Shape& s, DType dtype, const Options& o, const char* kernel,
-                      const std::string& variant, double ms, double tflops, const char* yardstick,
-                      double yardstick_tflops, double ghz) {
+                      const Contestant& c, double flops, const char* yardstick, double yardstick_ms) {
   const char* path = std::getenv("MOESTRO_LAB_JSON");
   if (path == nullptr) return;
   const auto environment = [](const char* name) {
@@ -571,6 +573,7 @@ static void write_row(const char* bench, const Shape& s, DType dtype, const Opti
   };
   cudaDeviceProp device{};
   CHECK_CUDA(cudaGetDeviceProperties(&device, 0));
+  const double ms = middle_of(c.ms);
   if (std::FILE* file = std::fopen(path, "a")) {
     std::fprintf(file,
                  "{\"bench\": \"%s\", \"shape\": \"%s\", \"T\": %lld, \"d\": %lld, \"n\": %lld, "
@@ -581,23 +584,19 @@ static void write_row(const char* bench, const Shape& s, DType dtype, const Opti
                  "\"commit\": \"%s\"}\n",
                  bench, s.name, (long long)s.T, (long long)s.d, (long long)s.n, (long long)s.E,
                  (long long)s.K, m::dtype_name(dtype), o.routing == Routing::kZipf ? "zipf" : "uniform",
-                 kernel, variant.c_str(), ms, tflops, yardstick, yardstick_tflops, ghz, num_occupied(),
-                 m::name_of(o.activation.kind), device.name, environment("MOESTRO_LAB_DRIVER"),
-                 CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, environment("MOESTRO_LAB_DATE"),
-                 environment("MOESTRO_LAB_COMMIT"));
+                 kernel, c.name.c_str(), ms, flops / ms * 1e-9, yardstick, flops / yardstick_ms * 1e-9,
+                 middle_of(c.ghz), num_occupied(), m::name_of(o.activation.kind), device.name,
+                 environment("MOESTRO_LAB_DRIVER"), CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10,
+                 environment("MOESTRO_LAB_DATE"), environment("MOESTRO_LAB_COMMIT"));
     std::fclose(file);
   }
 }
 
 /// The whole layer under the rules and under other plans, in turns: what a plan costs others in power, and
 /// where they overlap, counts as well.
-static void steps(const Shape& s, const Options& o) {
-  m::LayerConfig config;
-  config.num_tokens = s.T;
-  config.d_model = s.d;
-  config.d_ff = s.n;
-  config.num_experts = s.E;
-  config.top_k = s.K;
+static void steps(const m::cli::NamedShape& named, const Options& o) {
+  const Shape s = shape_of(named);
+  m::LayerConfig config = m::cli::with_extents({}, named);
   config.dtype = DType::kBF16;
   config.activation = o.activation;
   config.gate_layout = o.layout;
@@ -629,8 +628,7 @@ static void steps(const Shape& s, const Options& o) {
     std::printf("  step %-60s %8.3f ms [%.3f %.3f]  %.4f of the rules  %.3f GHz\n", c.name.c_str(), ms,
                 *std::min_element(c.ms.begin(), c.ms.end()), *std::max_element(c.ms.begin(), c.ms.end()),
                 ms / rules, middle_of(c.ghz));
-    write_row("hopper_steps", s, config.dtype, o, "step", c.name, ms, step.flops / ms * 1e-9, "rules",
-              step.flops / rules * 1e-9, middle_of(c.ghz));
+    write_row("hopper_steps", s, config.dtype, o, "step", c, step.flops, "rules", rules);
   }
   std::fflush(stdout);
 }
@@ -1181,8 +1179,7 @@ struct Problem {
             kernel, c.name.c_str(), ms, *std::min_element(c.ms.begin(), c.ms.end()),
             *std::max_element(c.ms.begin(), c.ms.end()), flops / ms * 1e-9, yardstick / ms, middle_of(c.ghz),
             cycles * 1e-6, flops / 132 / 4096 / cycles);
-        write_row("hopper_turns", s, kType, o, kernel, c.name, ms, flops / ms * 1e-9, "cublas",
-                  flops / yardstick * 1e-9, middle_of(c.ghz));
+        write_row("hopper_turns", s, kType, o, kernel, c, flops, "cublas", yardstick);
       }
       std::fflush(stdout);
     };
@@ -1327,14 +1324,12 @@ int main(int argc, char** argv) {
     if (std::getenv("MOESTRO_LAB_SILU") != nullptr) options.activation.kind = m::ActivationKind::kSiLU;
     if (std::getenv("MOESTRO_LAB_ZIPF") != nullptr) options.routing = Routing::kZipf;
     for (const m::cli::NamedShape& named : m::cli::kNamedShapes) {
-      const Shape shape{named.name, named.num_tokens,  named.d_model,
-                        named.d_ff, named.num_experts, named.top_k};
       bool wanted = false;
       for (int i = 2; i < argc; ++i) {
-        wanted = wanted || std::strcmp(argv[i], shape.name) == 0 || std::strcmp(argv[i], "all") == 0;
+        wanted = wanted || std::strcmp(argv[i], named.name) == 0 || std::strcmp(argv[i], "all") == 0;
       }
       if (!wanted) continue;
-      mode == "steps" ? steps(shape, options) : run<__nv_bfloat16>(shape, options, &cublas);
+      mode == "steps" ? steps(named, options) : run<__nv_bfloat16>(shape_of(named), options, &cublas);
     }
   }
   CHECK_CUDA(cudaDeviceSynchronize());

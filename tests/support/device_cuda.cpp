@@ -1,24 +1,17 @@
 /// Device memory of CUDA device 0 for the tests. Compiled only where the library has its CUDA backend.
 #include <cuda_runtime_api.h>
 
-#include <cstdio>
-#include <cstdlib>
 #include <map>
 
+#include "support/check_cuda.hpp"
 #include "support/device.hpp"
 
 namespace moestro::test {
 namespace {
 
-void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
-  std::abort();  // a CUDA error is sticky: no later test could pass
-}
-
 class CudaDevice final : public Device {
  public:
-  CudaDevice() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate"); }
+  CudaDevice() { check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate"); }
   void* allocate(std::size_t bytes) override {
     const auto found = free_.find(bytes);
     if (found != free_.end()) {
@@ -27,7 +20,7 @@ class CudaDevice final : public Device {
       return pointer;
     }
     void* pointer = nullptr;
-    check(cudaMalloc(&pointer, bytes == 0 ? 1 : bytes), "cudaMalloc");
+    check_cuda(cudaMalloc(&pointer, bytes == 0 ? 1 : bytes), "cudaMalloc");
     sizes_[pointer] = bytes;
     return pointer;
   }
@@ -38,7 +31,7 @@ class CudaDevice final : public Device {
       return;
     }
     sizes_.erase(pointer);
-    check(cudaFree(pointer), "cudaFree");
+    check_cuda(cudaFree(pointer), "cudaFree");
   }
   void upload(void* destination, const void* source, std::size_t bytes) override {
     copy(destination, source, bytes, cudaMemcpyHostToDevice);
@@ -54,8 +47,8 @@ class CudaDevice final : public Device {
   static constexpr std::size_t kKeptBytes = 1U << 20U;
 
   void copy(void* destination, const void* source, std::size_t bytes, cudaMemcpyKind kind) {
-    if (bytes != 0) check(cudaMemcpyAsync(destination, source, bytes, kind, stream_), "cudaMemcpyAsync");
-    check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+    if (bytes != 0) check_cuda(cudaMemcpyAsync(destination, source, bytes, kind, stream_), "cudaMemcpyAsync");
+    check_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   }
 
   cudaStream_t stream_ = nullptr;

@@ -2,17 +2,10 @@
 
 #include <cuda_runtime.h>
 
-#include <cstdio>
-#include <cstdlib>
+#include "support/check_cuda.hpp"
 
 namespace moestro::test {
 namespace {
-
-void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "Occupied: %s: %s\n", what, cudaGetErrorString(error));
-  std::abort();  // a CUDA error is sticky: nothing later could pass
-}
 
 /// One thread asks host memory, seldom, not to be what is measured.
 __global__ void __launch_bounds__(1024) occupy_kernel(const volatile int* stop) {
@@ -30,27 +23,28 @@ Occupied::Occupied(int count) {
   if (count == 0) return;
   int device = 0;
   int shared_bytes = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "attribute");
-  check(cudaFuncSetAttribute(occupy_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-        "cudaFuncSetAttribute");
-  check(cudaMallocHost(&stop_, sizeof(int)), "cudaMallocHost");
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+             "cudaDeviceGetAttribute");
+  check_cuda(cudaFuncSetAttribute(occupy_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+             "cudaFuncSetAttribute");
+  check_cuda(cudaMallocHost(&stop_, sizeof(int)), "cudaMallocHost");
   *stop_ = 0;
   cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
   stream_ = stream;
-  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   occupy_kernel<<<count, 1024, static_cast<std::size_t>(shared_bytes), stream>>>(stop_);
-  check(cudaGetLastError(), "launch");
+  check_cuda(cudaGetLastError(), "occupy_kernel");
 }
 
 Occupied::~Occupied() {
   if (stop_ == nullptr) return;
   *const_cast<volatile int*>(stop_) = 1;
   const auto stream = static_cast<cudaStream_t>(stream_);
-  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  check(cudaStreamDestroy(stream), "cudaStreamDestroy");
-  check(cudaFreeHost(stop_), "cudaFreeHost");
+  check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  check_cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
+  check_cuda(cudaFreeHost(stop_), "cudaFreeHost");
 }
 
 }  // namespace moestro::test
